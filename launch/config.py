@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -20,13 +21,21 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    field_validator,
     model_serializer,
     model_validator,
 )
 
 from launch.errors import UserError
 
+
+def _address(url: str) -> str:
+    if not re.fullmatch(r"https?://[^\s@/]+(/[^\s@]*)?", url):
+        # The value may hold a password: it is not shown.
+        raise ValueError("expected http://HOST/... or https://HOST/... without a password")
+    return url
+
+
+Address = Annotated[str, AfterValidator(_address)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Split = Literal["train", "valid_seen", "valid_unseen"]
 Kind = Literal[
@@ -192,18 +201,10 @@ class CreditConfig(Section):
 class JudgeConfig(Section):
     """A judge of turns behind an OpenAI-compatible chat endpoint; for methods with judge_score."""
 
-    url: str  # base address, such as http://localhost:8000/v1
+    url: Address  # such as http://localhost:8000/v1; /chat/completions is appended
     model: str  # its name at the endpoint
     key_variable: str | None = None  # environment variable with the API key; null: no key is sent
     deadline_s: PositiveFloat = 60.0  # seconds per episode, all tries together
-
-    @field_validator("url")
-    @classmethod
-    def _address(cls, url: str) -> str:
-        if not re.fullmatch(r"https?://[^\s@/]+(/[^\s@]*)?", url):
-            # The value may hold a password: it is not shown.
-            raise ValueError("expected http://HOST/... or https://HOST/... without a password")
-        return url
 
 
 class LossConfig(Section):
@@ -248,6 +249,16 @@ class EvaluateConfig(Section):
     games: PositiveInt | None = None  # the first so many of a split; null: all
     temperature: NonNegativeFloat = 0.0  # 0: greedy
     every: NonNegativeInt = 0  # iterations; 0: after the last one only
+
+
+class EngineConfig(Section):
+    """A server that samples in place of this process, for ``evaluate`` and ``play``."""
+
+    url: Address  # such as http://localhost:8000/v1; /completions is appended
+    model: str  # the server's name for the policy
+    key_variable: str | None = None  # environment variable with the key; null: none is sent
+    deadline_s: PositiveFloat = 120.0  # seconds per response, further attempts included
+    concurrency: PositiveInt | None = None  # requests at once; null: all slots of a wave
 
 
 class HabitConfig(Section):
@@ -299,6 +310,7 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    engine: EngineConfig | None = None  # null: the policy samples in this process
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:

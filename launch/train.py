@@ -62,6 +62,11 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 def prepare(config: TrainConfig) -> Setup:
     """Checks the config and builds what it names; then writes missing games, and nothing else."""
+    if config.engine is not None:
+        raise UserError(
+            f"engine: training cannot play through {config.engine.url}: the server does not get "
+            "the weights that every update changes; set engine=null"
+        )
     estimator = make_estimator(config)
     if "step_graph" in estimator.needs and config.prompt.context != "conversation":
         raise UserError(
@@ -269,8 +274,14 @@ def _evaluate(
     iteration = int(state.iteration)
     rows = [row for row in runs.read_rows(run.evaluations) if row["iteration"] == iteration]
     if not rows:
+        sampler = assemble.make_sampler(
+            setup.parts,
+            state.trainable,
+            setup.config,
+            temperature=setup.config.evaluate.temperature,
+        )
         rows = evaluate.play(
-            setup.parts, state.trainable, pool, setup.config, tasks, iteration=iteration
+            setup.parts.player, sampler, pool, setup.config, tasks, iteration=iteration
         )
         runs.append_rows(run.evaluations, rows)
     evaluate.report(rows, f"after {iteration} iterations")

@@ -92,11 +92,18 @@ def load_config(folder: str | os.PathLike[str]) -> QwenConfig:
             f"policy folder {folder} does not exist; give a Hugging Face folder"
         )
     hf = _read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        extra = token_ids(_read_json(generation).get("eos_token_id"))
-        hf["eos_token_id"] = list(dict.fromkeys((*token_ids(hf.get("eos_token_id")), *extra)))
+    hf["eos_token_id"] = list(stop_ids(folder))
     return QwenConfig.from_hf(hf)
+
+
+def stop_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Every end-of-message id of config.json and generation_config.json, of any architecture.
+
+    A file that is missing names none.
+    """
+    paths = [Path(folder) / name for name in ("config.json", "generation_config.json")]
+    found = [token_ids(_read_json(p).get("eos_token_id")) for p in paths if p.is_file()]
+    return tuple(dict.fromkeys(token for ids in found for token in ids))
 
 
 def save_policy(
