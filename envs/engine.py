@@ -7,20 +7,26 @@ episode holds exactly the ids that were read and sampled. Fields and their meani
 the documentation and source of both servers; neither was run.
 
 A turn sends the whole row of ids: which prefix of it is still cached is the server's business.
+Requests run on a thread of their own, so that environments step meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import httpx2
 import numpy as np
 
-from envs.rollout import Key
+from envs.sampling import Key
 
+_GLANCE = 0.02  # seconds that ``collect`` waits for the first response
 _PASSING = frozenset({408, 429, 500, 502, 503, 504})  # HTTP statuses worth another attempt
 
 
@@ -35,21 +41,22 @@ class EngineSettings:
     Attributes:
       url: address that ``/completions`` is appended to, such as ``http://localhost:8000/v1``.
       model: the name under which the server knows the policy.
-      waves, slots: slot groups and slots per group, as of any sampler.
+      slots: rows of ids, as of any sampler.
       stop_ids: ids that end a response.
+      stop_strings: texts that end a response, themselves a part of it.
       temperature, top_p, top_k: as of ``models.sampler.SamplerConfig``; 0, 1.0 and 0 are greedy
         and no filters.
       key: sent as a bearer token, if there is one.
       deadline_s: seconds for one response, further attempts included.
-      concurrency: requests at once; None is all of a wave.
+      concurrency: requests at once; None is as many as there are slots.
       pauses: seconds before each further attempt.
     """
 
     url: str
     model: str
-    waves: int
     slots: int
     stop_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...] = ()
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -65,7 +72,8 @@ class EngineSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """A sampled response: its ids, the server's log-probabilities, and "stop" or "length"."""
+    """A sampled response: its ids, the server's log-probabilities, and "stop" (at a stop id),
+    "string" or "length"."""
 
     ids: np.ndarray
     logp: np.ndarray
@@ -77,56 +85,134 @@ def request_seed(seed: int, key: Key) -> int:
     return int(np.random.SeedSequence((seed, *key)).generate_state(1)[0] >> 1)
 
 
+@dataclasses.dataclass
+class Work:
+    """See ``envs.sampling.Work``; what the server computed is not known."""
+
+    prefilled: int = 0
+    reused: int = 0
+    decoded: int = 0
+    computed: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
 class Engine:
-    """Implements ``envs.rollout.Sampler``. Its slots are rows of ids on this side of the line.
+    """Implements ``envs.sampling.Sampler``. Its slots are rows of ids on this side of the line.
 
     Args:
       settings: server and sampling.
       seed: the run's seed. Responses repeat as far as the server honours seeds.
+
+    As a context manager it ends its thread, and the requests that still run, at the end.
     """
 
     def __init__(self, settings: EngineSettings, *, seed: int = 0) -> None:
-        self.settings, self.seed = settings, seed
-        self._rows: list[list[list[int]]] = [
-            [[] for _ in range(settings.slots)] for _ in range(settings.waves)
-        ]
-        self._tls = httpx2.create_ssl_context()  # slow to make, so once
+        self.settings, self.seed, self.slots, self.work = settings, seed, settings.slots, Work()
+        self._rows: list[list[int]] = [[] for _ in range(settings.slots)]
+        self._running: dict[int, concurrent.futures.Future[Response]] = {}
         self._headers = {} if settings.key is None else {"Authorization": f"Bearer {settings.key}"}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._client: httpx2.AsyncClient | None = None
+        self._gate = asyncio.Semaphore(settings.concurrency or settings.slots)
 
-    def lengths(self, wave: int) -> np.ndarray:
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the requests that still run, and the thread."""
+        for future in self._running.values():
+            future.cancel()
+        self._running.clear()
+        if self._thread.is_alive():
+            if self._client is not None:
+                asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        if not self._loop.is_closed():
+            self._loop.close()
+
+    @property
+    def lengths(self) -> np.ndarray:
         """Tokens per slot."""
-        return np.array([len(row) for row in self._rows[wave]])
+        return np.array([len(row) for row in self._rows])
 
-    def reset(self, wave: int, slot: int) -> None:
-        """Forgets a slot's tokens."""
-        self._rows[wave][slot] = []
+    def reset(self, slot: int) -> None:
+        """Forgets a slot's tokens, and its request if one runs."""
+        self._rows[slot] = []
+        if (future := self._running.pop(slot, None)) is not None:
+            future.cancel()
 
-    def extend(self, wave: int, requests: Mapping[int, np.ndarray]) -> None:
+    def extend(self, requests: Mapping[int, np.ndarray]) -> None:
         """Appends ids to slots."""
         for slot, ids in requests.items():
-            self._rows[wave][slot].extend(int(i) for i in ids)
+            self._rows[slot].extend(int(i) for i in ids)
 
-    def generate(self, wave: int, requests: Mapping[int, tuple[Key, int]]) -> dict[int, Response]:
-        """Asks for one response per requested slot, all at once, and appends them to the slots.
+    def start(self, requests: Mapping[int, tuple[Key, int]]) -> None:
+        """Sends one request per slot.
 
         Args:
-          wave: which wave.
           requests: slot -> ((iteration, group, replica, turn), largest number of tokens).
+        """
+        if self._client is None:
+            # Fresh connections each time: while environments step, servers close idle ones.
+            self._client = httpx2.AsyncClient(
+                headers=self._headers,
+                timeout=None,
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
+            )
+            self._thread.start()
+        for slot, (key, most) in requests.items():
+            body = self._body(self._rows[slot], key, most)
+            ask = self._ask(self._client, self._gate, body)
+            self._running[slot] = asyncio.run_coroutine_threadsafe(ask, self._loop)
+
+    def launch(self) -> None:
+        """Requests run by themselves."""
+
+    def collect(self) -> dict[int, Response]:
+        """The responses that have arrived, appended to their slots; waits a moment for the first.
 
         Raises:
-          EngineError: see there. The message is one line.
+          EngineError: see there. The message is one line. The other requests are given up.
         """
-        bodies = {
-            slot: self._body(self._rows[wave][slot], key, most)
-            for slot, (key, most) in requests.items()
-        }
+        if not self._running:
+            return {}
+        began = time.perf_counter()
+        concurrent.futures.wait(self._running.values(), _GLANCE, concurrent.futures.FIRST_COMPLETED)
+        done = {slot: future for slot, future in self._running.items() if future.done()}
+        for slot in done:
+            del self._running[slot]
         try:
-            responses = asyncio.run(self._ask_all(bodies))
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None  # the first failure cancelled the others
-        for slot, response in responses.items():
-            self._rows[wave][slot].extend(response.ids.tolist())
-        return responses
+            out = {slot: future.result() for slot, future in done.items()}
+        except EngineError:
+            for future in self._running.values():
+                future.cancel()
+            self._running.clear()
+            raise
+        for slot, response in out.items():
+            self._rows[slot].extend(response.ids.tolist())
+            self.work.decoded += len(response.ids)
+            self.work.computed += len(response.ids)
+        self.work.decode_s += time.perf_counter() - began
+        return out
+
+    def generate(self, requests: Mapping[int, tuple[Key, int]]) -> dict[int, Response]:
+        """Sends requests and waits for all of them."""
+        self.start(requests)
+        out: dict[int, Response] = {}
+        while len(out) < len(requests):
+            out |= self.collect()
+        return out
 
     def _body(self, prompt: Sequence[int], key: Key, most: int) -> dict[str, Any]:
         """The request. Every sampling option is spelt out.
@@ -134,6 +220,7 @@ class Engine:
         Both servers fill gaps from the model's generation_config.json, and Qwen's has filters and
         a penalty for repetition.
         """
+        texts = self.settings.stop_strings
         return {
             "model": self.settings.model,
             "prompt": list(prompt),
@@ -146,28 +233,11 @@ class Engine:
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
             "stop_token_ids": list(self.settings.stop_ids),
+            **({"stop": list(texts), "include_stop_str_in_output": True} if texts else {}),
             "seed": request_seed(self.seed, key),
             "logprobs": 1,
             "return_token_ids": True,
         }
-
-    async def _ask_all(self, bodies: Mapping[int, dict[str, Any]]) -> dict[int, Response]:
-        gate = asyncio.Semaphore(self.settings.concurrency or max(len(bodies), 1))
-        # Fresh connections each turn: while environments step, servers close idle ones.
-        async with (
-            httpx2.AsyncClient(
-                verify=self._tls,
-                headers=self._headers,
-                timeout=None,
-                limits=httpx2.Limits(max_connections=None),
-            ) as client,
-            asyncio.TaskGroup() as group,
-        ):
-            tasks = {
-                slot: group.create_task(self._ask(client, gate, body))
-                for slot, body in bodies.items()
-            }
-        return {slot: task.result() for slot, task in tasks.items()}
 
     async def _ask(
         self, client: httpx2.AsyncClient, gate: asyncio.Semaphore, body: dict[str, Any]
@@ -241,7 +311,8 @@ def read_answer(answer: httpx2.Response, body: Mapping[str, Any]) -> Response:
     if early is not None or len(ids) > body["max_tokens"]:
         ignored = "max_tokens" if early is None else f"stop_token_ids (it went on after {early})"
         raise refuse(f"the server ignores {ignored}; use one that knows it")
-    if ids[-1] not in stops and reason != "length":
+    string = ids[-1] not in stops and reason == "stop" and bool(body.get("stop"))
+    if ids[-1] not in stops and reason != "length" and not string:
         raise refuse(
             f"a response ended with {ids[-1]} (finish_reason {reason!r}), which is no stop id "
             f"({sorted(stops)}); --policy must name the served model, and the server keep stop ids"
@@ -249,7 +320,7 @@ def read_answer(answer: httpx2.Response, body: Mapping[str, Any]) -> Response:
     return Response(
         ids=np.asarray(ids, np.int32),
         logp=np.asarray(logp, np.float32),
-        stop="stop" if ids[-1] in stops else "length",
+        stop="stop" if ids[-1] in stops else "string" if string else "length",
     )
 
 

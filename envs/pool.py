@@ -3,7 +3,8 @@
 A *ticket* is the caller's number for one running episode. `reset` and `step` send and return
 at once; `poll` and `wait` hand back answers. A worker that dies, hangs past the deadline of a
 message, or breaks the protocol is killed and replaced; its episodes, and only those, answer
-`EnvFailure`.
+`EnvFailure`, which says whether the fault was the episode's own. An environment that raises or
+answers garbage spoils its own episode alone.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ class Pool:
         self._draining: list[_Worker] = []
         self._owner: dict[int, _Worker] = {}  # ticket -> worker
         self._task: dict[int, str] = {}  # ticket -> task asked for
-        self._failed: dict[int, str] = {}  # ticket -> why its episode cannot go on
+        self._failed: dict[int, EnvFailure] = {}  # ticket -> why its episode cannot go on
+        self._opening: set[int] = set()  # tickets whose reset is not answered yet
         self._busy: dict[int, int] = {}  # ticket -> message in flight
         self._home: dict[str, _Worker] = {}  # task -> worker that has it cached
         self._ready: dict[int, Observation | EnvFailure] = {}
@@ -167,13 +169,14 @@ class Pool:
         self._owner[ticket] = worker
         self._task[ticket] = task_id
         self._home[task_id] = worker
+        self._opening.add(ticket)
         self._send(ticket, {"op": "reset", "task": task_id, "expert": expert})
 
     def step(self, ticket: int, action: str) -> None:
         """Act in the episode `ticket`; does not wait."""
         self._check_idle(ticket)
         if ticket in self._failed:
-            self._ready[ticket] = EnvFailure(ticket, self._failed[ticket])
+            self._ready[ticket] = self._failed[ticket]
             return
         if ticket not in self._owner:
             raise ValueError(f"ticket {ticket} has no episode; call reset(ticket, task_id) first")
@@ -183,7 +186,8 @@ class Pool:
         """End the episode `ticket` (if there is one) and free its environment for reuse."""
         worker = self._owner.pop(ticket, None)
         self._task.pop(ticket, None)
-        self._failed.pop(ticket, None)
+        self._opening.discard(ticket)
+        broken = self._failed.pop(ticket, None) is not None
         self._ready.pop(ticket, None)
         message = self._busy.pop(ticket, None)
         if worker is None:
@@ -192,7 +196,7 @@ class Pool:
         if message is not None and message in worker.pending:
             # The late answer is dropped, but the worker still owes it within the deadline.
             worker.pending[message] = (-1, worker.pending[message][1])
-        self._write(worker, {"op": "release", "env": ticket})
+        self._write(worker, {"op": "release", "env": ticket, "broken": broken})
         self._retire()
 
     # ------------------------------------------------------------------ answers
@@ -330,17 +334,28 @@ class Pool:
             return
         self._busy.pop(ticket, None)
         if "error" in reply:
-            self._failed[ticket] = reply["error"]
-            self._ready[ticket] = EnvFailure(ticket, reply["error"])
+            self._fail(ticket, str(reply["error"]))
             return
         self._barren = 0
-        observation = from_json(reply["observation"])
+        try:
+            observation = from_json(reply.get("observation"))
+        except (TypeError, ValueError) as error:
+            self._fail(ticket, f"the environment answered garbage: {error}")
+            return
         if observation.info.task_id != self._task[ticket]:
-            raise TaskMismatch(
+            mismatch = (
                 f"ticket {ticket}: asked for task {self._task[ticket]!r}, "
                 f"the environment plays {observation.info.task_id!r}"
             )
+            if ticket not in self._opening:
+                self._fail(ticket, mismatch)
+                return
+            raise TaskMismatch(mismatch)
+        self._opening.discard(ticket)
         self._ready[ticket] = observation
+
+    def _fail(self, ticket: int, reason: str) -> None:
+        self._failed[ticket] = self._ready[ticket] = EnvFailure(ticket, reason)
 
     def _retire(self) -> None:
         """Replace workers that are old or fat; they finish their episodes first."""
@@ -358,12 +373,14 @@ class Pool:
         self._stop(worker)
         code = worker.process.returncode
         last_words = worker_tail(worker.log)
+        # Messages are answered in order: the oldest is the one that it broke on.
+        culprit = worker.pending[min(worker.pending)][0] if worker.pending else -1
         for ticket in sorted(worker.tickets):
             text = f"{reason} (task {self._task[ticket]}, exit {code}){last_words}"
-            self._failed[ticket] = text
             self._owner.pop(ticket)
+            self._failed[ticket] = EnvFailure(ticket, text, own=ticket == culprit)
             if self._busy.pop(ticket, None) is not None:
-                self._ready[ticket] = EnvFailure(ticket, text)
+                self._ready[ticket] = self._failed[ticket]
         self._release(worker)
         self._barren += 1
         if self._barren > 4 + 2 * len(self._workers):

@@ -7,6 +7,7 @@ The types here are plain data. They cross a process boundary as one JSON object 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -48,10 +49,14 @@ class Observation:
 
 @dataclasses.dataclass(frozen=True)
 class EnvFailure:
-    """Answer of an episode that an environment error spoiled; it enters no statistic."""
+    """Answer of an episode that an environment error spoiled; it enters no statistic.
+
+    ``own`` is False if the environment was lost to the fault of another episode in its worker.
+    """
 
     ticket: int
     reason: str
+    own: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +98,41 @@ def to_json(observation: Observation) -> dict[str, Any]:
     return dataclasses.asdict(observation)
 
 
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "text": str,
+    "reward": (int, float),
+    "done": bool,
+    "info.admissible": list,
+    "info.progress": (int, float),
+    "info.state": str,
+    "info.success": bool,
+    "info.valid": bool,
+    "info.goal": str,
+    "info.task_id": str,
+    "info.expert": (str, type(None)),
+}
+
+
 def from_json(data: Mapping[str, Any]) -> Observation:
-    """Inverse of `to_json`. Raises TypeError on a missing or unknown field."""
-    return Observation(**{**data, "info": Info(**data["info"])})
+    """Inverse of `to_json`.
+
+    Raises:
+      TypeError: a field is missing, unknown, or of another type than stated.
+      ValueError: a number is not finite, or the progress outside [0, 1].
+    """
+    if not isinstance(data, dict) or not isinstance(data.get("info"), dict):
+        raise TypeError("an observation has a text, a reward, done and info")
+    observation = Observation(**{**data, "info": Info(**data["info"])})
+    info = observation.info
+    for name, kind in _TYPES.items():
+        part, _, field = name.rpartition(".")
+        value = getattr(info if part else observation, field)
+        if not isinstance(value, kind) or (kind == (int, float) and isinstance(value, bool)):
+            raise TypeError(f"{name} is {value!r:.80}")
+    if not all(isinstance(action, str) for action in info.admissible):
+        raise TypeError("info.admissible holds something else than strings")
+    if not math.isfinite(observation.reward):
+        raise ValueError(f"reward is {observation.reward}")
+    if not 0 <= info.progress <= 1:
+        raise ValueError(f"info.progress is {info.progress}, outside [0, 1]")
+    return observation

@@ -4,7 +4,7 @@
 
     {"id": 7, "op": "reset", "env": 3, "task": "...", "expert": false}
     {"id": 8, "op": "step", "env": 3, "action": "look"}
-    {"op": "release", "env": 3}                     (no answer)
+    {"op": "release", "env": 3, "broken": false}    (no answer; a broken one is not reused)
 
 Answers on stdout: {"id": 7, "env": 3, "observation": {...}} or {"id": 7, "env": 3, "error": "..."}.
 An error spoils one environment, never the worker. The end of stdin ends the process.
@@ -12,6 +12,7 @@ An error spoils one environment, never the worker. The end of stdin ends the pro
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -79,13 +80,18 @@ def serve(name: str, options: Mapping[str, Any], requests: BinaryIO, replies: Bi
         message = json.loads(line)
         env = int(message["env"])
         if message["op"] == "release":
-            if env in live:
+            if env in live and not message.get("broken"):
                 free.append(live.pop(env))
+            elif env in live:
+                with contextlib.suppress(Exception):
+                    live.pop(env).close()
             continue
         reply: dict[str, Any] = {"id": message["id"], "env": env}
         try:
             reply["observation"] = to_json(_answer(message, make, live, free))
+            data = json.dumps(reply).encode() + b"\n"
         except Exception as error:
+            reply.pop("observation", None)
             # The instance may be in any state now, so it is not reused.
             reply["error"] = f"{type(error).__name__}: {error}"
             broken = live.pop(env, None)
@@ -94,8 +100,8 @@ def serve(name: str, options: Mapping[str, Any], requests: BinaryIO, replies: Bi
                     broken.close()
                 except Exception as second:
                     reply["error"] += f" (and close: {second})"
+            data = json.dumps(reply).encode() + b"\n"
         # One write per line: with unbuffered pipes a partial write returns a short count.
-        data = json.dumps(reply).encode() + b"\n"
         while data:
             data = data[replies.write(data) :]
     for environment in [*live.values(), *free]:

@@ -232,6 +232,12 @@ def row_lengths(batch: EpisodeBatch) -> np.ndarray:
     return lengths
 
 
+def some_rows(batch: EpisodeBatch, rows: np.ndarray) -> EpisodeBatch:
+    """The batch with these token rows alone; its tables of steps and episodes stay whole."""
+    arrays = {name: np.asarray(getattr(batch, name))[rows] for name in _TOKEN_FIELDS}
+    return dataclasses.replace(batch, **as_fields(arrays))
+
+
 def take_rows(batch: EpisodeBatch, part: Slice) -> dict[str, np.ndarray]:
     """The token arrays of a slice, by field name; padding rows are all padding."""
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from envs.pool import Pool
 from envs.prompts import Prompt
 from envs.protocol import EnvSpec, Task
 from envs.rollout import Job, Limits, Player
+from envs.stops import stop_table
 from launch.config import EnvConfig, PolicyConfig, PromptConfig, SftConfig, TrainConfig
 from launch.errors import UserError, user_errors
 from launch.keys import api_key
@@ -39,6 +41,7 @@ class Parts:
     trainable: Any
     frozen: Any
     stop_ids: tuple[int, ...]
+    stop_table: np.ndarray | None = None  # of the configured stop strings
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -118,6 +121,7 @@ def make_player(config: TrainConfig | SftConfig) -> Player:
         max_context=config.prompt.max_context,
         max_response=rollout.max_response_tokens if rollout else 1,  # demonstrations: unused
         end_on_format_error=rollout is not None and rollout.end_on_format_error,
+        overlength=rollout.overlength if rollout else "stop",
     )
     return Player(chat, make_prompt(config.prompt), limits)
 
@@ -165,7 +169,18 @@ def build(config: TrainConfig | SftConfig, *, critic: bool) -> Parts:
         trainable=trainable,
         frozen=frozen,
         stop_ids=tuple(sorted({*sizes.eos_token_ids, chat.end_id})),
+        stop_table=_stop_table(config, tokenizer, sizes.vocab_size),
     )
+
+
+def _stop_table(
+    config: TrainConfig | SftConfig, tokenizer: Any, vocabulary: int
+) -> np.ndarray | None:
+    strings = config.rollout.stop_strings if isinstance(config, TrainConfig) else ()
+    if not strings:
+        return None
+    with user_errors("rollout.stop_strings"):
+        return stop_table(tokenizer, vocabulary, strings)
 
 
 def step_graph_layers(config: PolicyConfig, num_hidden_layers: int) -> tuple[int, ...]:
@@ -236,10 +251,10 @@ def make_sampler(
     weights, adapters = parts.policy.weights(trainable, parts.frozen)
     rollout = config.rollout
     settings = SamplerConfig(
-        waves=rollout.waves,
-        slots=-(-rollout.slots // rollout.waves),
+        slots=rollout.slots,
         capacity=config.prompt.max_context,
         max_response=rollout.max_response_tokens,
+        rows=rollout.decode_rows,
         block=rollout.decode_block,
         stop_ids=parts.stop_ids,
         temperature=temperature,
@@ -252,8 +267,14 @@ def make_sampler(
         settings,
         adapters=adapters,
         seed=config.seed,
-        dtype=jnp.dtype(config.policy.dtype),
+        dtype=jnp.dtype(rollout.cache_dtype or config.policy.dtype),
+        stop_table=parts.stop_table,
     )
+
+
+def closing(sampler: Any) -> contextlib.AbstractContextManager[Any]:
+    """Ends a served policy's requests at the end; nothing for a sampler in this process."""
+    return sampler if isinstance(sampler, Engine) else contextlib.nullcontext()
 
 
 def make_engine(player: Player, config: TrainConfig, *, temperature: float) -> Engine:
@@ -276,9 +297,9 @@ def make_engine(player: Player, config: TrainConfig, *, temperature: float) -> E
     settings = EngineSettings(
         url=options.url,
         model=options.model,
-        waves=rollout.waves,
-        slots=-(-rollout.slots // rollout.waves),
+        slots=rollout.slots,
         stop_ids=tuple(sorted(stop_ids)),
+        stop_strings=rollout.stop_strings,
         temperature=temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,

@@ -170,8 +170,13 @@ class RolloutConfig(Section):
     top_k: NonNegativeInt = 0  # 0: off
     max_response_tokens: PositiveInt = 512  # per step
     end_on_format_error: bool = False  # a reply without an action ends the episode, outcome 0
-    waves: PositiveInt = 2  # slot groups: one decodes while the others' environments step
+    stop_strings: tuple[str, ...] = ()  # texts that end a response, such as </action>
+    # A prompt that leaves no room for a response: end the episode (status CONTEXT_LIMIT), or first
+    # drop the oldest steps that a window shows.
+    overlength: Literal["stop", "drop"] = "stop"
+    decode_rows: PositiveInt | None = None  # slots per device call; null: all
     decode_block: PositiveInt = 8  # tokens decoded per device call
+    cache_dtype: Literal["float32", "bfloat16"] | None = None  # null: policy.dtype
 
 
 class CreditConfig(Section):
@@ -242,6 +247,15 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2  # newest ones
 
 
+class AgreementConfig(Section):
+    """How far the sampler's log-probabilities may be from the trainer's."""
+
+    tolerance: PositiveFloat = 0.1  # of one token, in nats
+    max_share: Fraction = 0.01  # of an iteration's tokens beyond the tolerance
+    beyond: Literal["warn", "stop"] = "warn"  # what happens when there are more
+    rows: PositiveInt = 64  # scored for this, where nothing else needs the trainer's
+
+
 class EvaluateConfig(Section):
     """Evaluation on frozen task lists."""
 
@@ -258,7 +272,7 @@ class EngineConfig(Section):
     model: str  # the server's name for the policy
     key_variable: str | None = None  # environment variable with the key; null: none is sent
     deadline_s: PositiveFloat = 120.0  # seconds per response, further attempts included
-    concurrency: PositiveInt | None = None  # requests at once; null: all slots of a wave
+    concurrency: PositiveInt | None = None  # requests at once; null: one per slot
 
 
 class HabitConfig(Section):
@@ -309,6 +323,7 @@ class TrainConfig(Section):
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    agreement: AgreementConfig = AgreementConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     engine: EngineConfig | None = None  # null: the policy samples in this process
 
@@ -318,6 +333,11 @@ class TrainConfig(Section):
             raise ValueError(
                 f"rollout.max_response_tokens {self.rollout.max_response_tokens} leaves no room "
                 f"for a prompt in prompt.max_context {self.prompt.max_context}"
+            )
+        if self.rollout.overlength == "drop" and self.prompt.context == "conversation":
+            raise ValueError(
+                "rollout.overlength drop needs prompt.context window: a conversation is one growing "
+                "row; set rollout.overlength to stop"
             )
         episodes = self.rollout.tasks_per_iteration * self.rollout.group_size
         minibatch = self.optimizer.minibatch_episodes or episodes

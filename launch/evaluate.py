@@ -137,7 +137,11 @@ def main(config: TrainConfig, policy: Path | None) -> None:
         )
         title = f"after {iteration} iterations"
     tasks = tasks_by_split(config)
-    with assemble.open_pool(config.env) as pool, user_errors("engine", EngineError):
+    with (
+        assemble.open_pool(config.env) as pool,
+        user_errors("engine", EngineError),
+        assemble.closing(sampler),
+    ):
         rows = play(player, sampler, pool, config, tasks, iteration=iteration)
     report(rows, title)
     if folder is not None:

@@ -31,9 +31,7 @@ def main(config: TrainConfig, policy: Path | None, task: str | None, out: Path) 
     if policy is not None:
         source = config.policy.model_copy(update={"path": policy, "init": None})
         config = config.model_copy(update={"policy": source})
-    single = config.model_copy(
-        update={"rollout": config.rollout.model_copy(update={"slots": 1, "waves": 1})}
-    )
+    single = config.model_copy(update={"rollout": config.rollout.model_copy(update={"slots": 1})})
     temperature = config.evaluate.temperature
     sampler: Sampler
     graph = None
@@ -49,7 +47,11 @@ def main(config: TrainConfig, policy: Path | None, task: str | None, out: Path) 
     games.ensure(config.env)
     chosen = pick(config, task)
     workers = config.env.model_copy(update={"workers": 1})
-    with assemble.open_pool(workers) as pool, user_errors("engine", EngineError):
+    with (
+        assemble.open_pool(workers) as pool,
+        user_errors("engine", EngineError),
+        assemble.closing(sampler),
+    ):
         (episode,) = player.collect(sampler, pool, [Job(chosen, 0)])
     batch = batching.batch_episodes(
         [episode], max_steps=max(2, len(episode.steps)), length_multiple=64

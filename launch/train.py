@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from envs.meter import Meter
 from envs.pool import Pool
 from envs.protocol import Task
 from jaxcredit import batching, checkpoint, credit
@@ -26,7 +28,7 @@ from launch.judge import judge_of
 from launch.learn import Setup, signals_for, update_policy
 from launch.schedules import learning_rate_schedule
 from models import hf
-from models.score import ScoreConfig, buckets_for
+from models.score import ScoreConfig, buckets_for, score
 
 
 def make_estimator(config: TrainConfig) -> CreditEstimator:
@@ -133,8 +135,8 @@ def latest_state(setup: Setup) -> TrainState | None:
         return checkpoint.read_latest(setup.config.run / "checkpoints", initial_state(setup))
 
 
-def collect(setup: Setup, state: TrainState, pool: Pool) -> list[Episode]:
-    """Plays the iteration's episodes with the current policy."""
+def collect(setup: Setup, state: TrainState, pool: Pool) -> tuple[list[Episode], dict[str, float]]:
+    """Plays the iteration's episodes with the current policy; returns them and what it took."""
     config, iteration = setup.config, int(state.iteration)
     sampler = assemble.make_sampler(
         setup.parts, state.trainable, config, temperature=config.rollout.temperature
@@ -146,15 +148,18 @@ def collect(setup: Setup, state: TrainState, pool: Pool) -> list[Episode]:
         count=config.rollout.tasks_per_iteration,
         group_size=config.rollout.group_size,
     )
+    meter = Meter()
     with progress.bar(f"iteration {iteration}: episodes") as update:
-        return setup.parts.player.collect(
+        episodes = setup.parts.player.collect(
             sampler,
             pool,
             jobs,
             iteration=iteration,
             policy_version=int(state.updates),
+            meter=meter,
             progress=update,
         )
+    return episodes, meter.metrics()
 
 
 def rollout_metrics(episodes: Sequence[Episode], batch: EpisodeBatch) -> dict[str, float]:
@@ -176,12 +181,40 @@ def rollout_metrics(episodes: Sequence[Episode], batch: EpisodeBatch) -> dict[st
     }
 
 
-def agreement(batch: EpisodeBatch, signals: Signals) -> dict[str, float]:
-    """How far the trainer's log-probabilities are from the sampler's, where there are both."""
-    if signals.logp is None:
+def agreement(
+    setup: Setup, state: TrainState, batch: EpisodeBatch, signals: Signals
+) -> dict[str, float]:
+    """How far the trainer's log-probabilities are from the sampler's.
+
+    Where nothing else needs the trainer's, ``agreement.rows`` rows are scored for this alone.
+    More tokens beyond the tolerance than ``agreement.max_share`` are told, or are a ``UserError``.
+    """
+    options, logp = setup.config.agreement, signals.logp
+    if logp is None:
+        rows = len(batch.tokens)
+        chosen = np.unique(np.linspace(0, rows - 1, min(rows, options.rows)).astype(int))
+        batch = batching.some_rows(batch, chosen)
+        policy = dataclasses.replace(setup.parts.policy, value_head=False, entropy=False)
+        logp = score(policy, state.trainable, setup.parts.frozen, batch, setup.scoring).logp
+    gap = np.abs(np.asarray(logp) - batch.behaviour_logp)[np.asarray(batch.trainable)]
+    if not gap.size:
         return {}
-    gap = np.abs(np.asarray(signals.logp) - batch.behaviour_logp)[np.asarray(batch.trainable)]
-    return {"agreement/mean_abs": float(gap.mean()), "agreement/max_abs": float(gap.max())}
+    share = float((gap > options.tolerance).mean())
+    if share > options.max_share:
+        message = (
+            f"agreement: {100 * share:.1f} % of the sampled tokens have log-probabilities that "
+            f"differ by more than {options.tolerance} between sampler and trainer (largest "
+            f"{gap.max():.2g}, agreement.max_share {options.max_share}); compare policy.dtype and "
+            "rollout.cache_dtype, or raise agreement.tolerance"
+        )
+        if options.beyond == "stop":
+            raise UserError(message)
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+    return {
+        "agreement/mean_abs": float(gap.mean()),
+        "agreement/max_abs": float(gap.max()),
+        "agreement/share_beyond": share,
+    }
 
 
 def iterate(
@@ -189,7 +222,7 @@ def iterate(
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
     """One iteration of the line; returns the new state, metrics and episode rows."""
     clock = [time.perf_counter()]
-    episodes = collect(setup, state, pool)
+    episodes, engine = collect(setup, state, pool)
     clock.append(time.perf_counter())
     batch = batching.batch_episodes(
         episodes,
@@ -198,6 +231,7 @@ def iterate(
         groups=setup.config.rollout.group_size,
     )
     signals = signals_for(setup, state, episodes, batch)
+    agreed = agreement(setup, state, batch, signals)
     clock.append(time.perf_counter())
     found, credit_state = estimate(batch, signals, state.credit_state)
     found = jax.tree.map(np.asarray, found)
@@ -207,9 +241,10 @@ def iterate(
     clock.append(time.perf_counter())
     values = {
         **rollout_metrics(episodes, batch),
+        **engine,
         **{f"credit/{k}": float(v) for k, v in found.diagnostics.items()},
         **{f"update/{k}": v for k, v in update.items()},
-        **agreement(batch, signals),
+        **agreed,
     }
     for name, start, end in zip(("rollout", "score", "update"), clock, clock[1:], strict=False):
         values[f"seconds/{name}"] = end - start

@@ -98,7 +98,7 @@ def completion(body, ids, logp, reason, **changes):
 
 
 def settings(server, **changes):
-    options = {"waves": 2, "slots": 3, "stop_ids": (CHAT.end_id,), "pauses": (0.01,) * 4}
+    options = {"slots": 6, "stop_ids": (CHAT.end_id,), "pauses": (0.01,) * 4}
     return EngineSettings(server.url, "served", **{"deadline_s": 300, **options, **changes})
 
 
@@ -134,11 +134,8 @@ def respond(row):
 class Local(Scripted):
     """``respond`` without a server in between."""
 
-    def generate(self, wave, requests):
-        out = {slot: Response(*respond(self.cache[wave, slot])) for slot in requests}
-        for slot, response in out.items():
-            self.cache[wave, slot].extend(response.ids.tolist())
-        return out
+    def respond(self, slot, key, most):
+        return Response(*respond(self.cache[slot]))
 
 
 @pytest.mark.parametrize("context", ["conversation", "window"])
@@ -147,8 +144,8 @@ def test_episodes_equal_those_of_the_same_policy_without_a_server(context):
     jobs = jobs_for(2, 3, 1, 6, replicas=3)
     want = collect(Local(None), jobs, prompt)
     with Server(lambda body: completion(body, *respond(body["prompt"]))) as server:
-        engine = Engine(settings(server), seed=9)
-        found = collect(engine, jobs, prompt)
+        with Engine(settings(server), seed=9) as engine:
+            found = collect(engine, jobs, prompt)
     assert plain(found) == plain(want)
     steps = [step for e in found for step in e.steps]
     assert {e.status for e in found} >= {Status.SUCCESS, Status.STEP_LIMIT}
@@ -175,19 +172,19 @@ def test_greedy_episodes_equal_those_of_the_sampler_token_for_token():
         lambda x: x * 6 if x.ndim > 1 else x, init_params(CONFIG, jax.random.key(3))
     )
     options = SamplerConfig(
-        waves=2, slots=3, capacity=256, max_response=8, stop_ids=(CHAT.end_id,), temperature=0.0
+        slots=6, capacity=256, max_response=8, stop_ids=(CHAT.end_id,), temperature=0.0
     )
     jobs = jobs_for(2, 3, 4, replicas=2)
     want = collect(Sampler(params, CONFIG, options), jobs)
-    alone = dataclasses.replace(options, waves=1, slots=1)
+    alone = dataclasses.replace(options, slots=1)
     backend, lock = Sampler(params, CONFIG, alone), threading.Lock()
     sent = []
 
     def answer(body):
         with lock:
-            backend.reset(0, 0)
-            backend.extend(0, {0: np.asarray(body["prompt"])})
-            out = backend.generate(0, {0: ((0, 0, 0, 0), body["max_tokens"])})[0]
+            backend.reset(0)
+            backend.extend({0: np.asarray(body["prompt"])})
+            out = backend.generate({0: ((0, 0, 0, 0), body["max_tokens"])})[0]
             sent.append(out.logp.tolist())
         return completion(body, out.ids, out.logp, out.stop)
 
@@ -206,8 +203,8 @@ def test_greedy_episodes_equal_those_of_the_sampler_token_for_token():
 
 
 def ask(engine, prompt=(5, 6, 7), most=4, slot=0):
-    engine.extend(1, {slot: np.asarray(prompt)})
-    return engine.generate(1, {slot: ((0, 1, 2, 3), most)})[slot]
+    engine.extend({slot: np.asarray(prompt)})
+    return engine.generate({slot: ((0, 1, 2, 3), most)})[slot]
 
 
 def test_a_request_spells_out_every_option():
@@ -215,8 +212,8 @@ def test_a_request_spells_out_every_option():
         engine = Engine(settings(server, temperature=0.7, top_p=0.9, key="secret"), seed=4)
         ask(engine)
         ask(engine, prompt=[9])
-        assert engine.lengths(1).tolist() == [8, 0, 0]
-        engine.reset(1, 0)
+        assert engine.lengths.tolist() == [8, 0, 0, 0, 0, 0]
+        engine.reset(0)
         ask(Engine(dataclasses.replace(engine.settings, top_k=20, key=None)))
     first, second, third = server.bodies
     assert first == {
@@ -239,7 +236,7 @@ def test_a_request_spells_out_every_option():
     assert third["top_k"] == 20
     assert set(server.paths) == {"/v1/completions"}
     assert [h.get("Authorization") for h in server.headers] == ["Bearer secret"] * 2 + [None]
-    assert engine.lengths(1).tolist() == [0, 0, 0]
+    assert engine.lengths.tolist() == [0] * 6
     assert "secret" not in repr(engine.settings)
 
 
@@ -252,7 +249,7 @@ def test_seeds_depend_on_every_part_of_the_key():
 
 
 @pytest.mark.parametrize("concurrency", [None, 2])
-def test_requests_of_a_wave_are_sent_together(concurrency):
+def test_requests_are_sent_together(concurrency):
     """Every request waits until as many are there as may be; with one less none would end."""
     together = 4 if concurrency is None else concurrency
     barrier, lock, now, most = threading.Barrier(together), threading.Lock(), [0], [0]
@@ -268,8 +265,8 @@ def test_requests_of_a_wave_are_sent_together(concurrency):
 
     with Server(answer) as server:
         engine = Engine(settings(server, slots=4, concurrency=concurrency))
-        engine.extend(0, {slot: np.asarray([slot + 3]) for slot in range(4)})
-        out = engine.generate(0, {slot: ((0, slot, 0, 0), 8) for slot in range(4)})
+        engine.extend({slot: np.asarray([slot + 3]) for slot in range(4)})
+        out = engine.generate({slot: ((0, slot, 0, 0), 8) for slot in range(4)})
     assert sorted(out) == [0, 1, 2, 3]
     assert most[0] == together
     assert sorted(b["prompt"] for b in server.bodies) == [[3], [4], [5], [6]]
@@ -295,7 +292,7 @@ def refusal(server, **changes):
     engine = Engine(settings(server, **changes))
     with pytest.raises(EngineError) as caught:
         ask(engine)
-    assert engine.lengths(1).tolist() == [3, 0, 0], "a failed response is not part of the row"
+    assert engine.lengths.tolist() == [3, 0, 0, 0, 0, 0], "a failed response is not part of the row"
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 
 import numpy as np
 import pytest
 
 from envs.chat import chat_format
+from envs.engine import Response, Work
 from envs.pool import Pool
 from envs.prompts import Prompt
 from envs.protocol import EnvSpec, Info, Observation, Task
@@ -64,38 +64,43 @@ def make(options):
 
 
 class Scripted:
-    """Answers turn t of (task, replica) with ``reply(task, replica, t)``; remembers its caches."""
+    """Answers turn t of (task, replica) with ``reply(task, replica, t)``; remembers its rows."""
 
-    def __init__(self, reply, slots=3, waves=2):
-        self.settings = types.SimpleNamespace(slots=slots, waves=waves)
-        self.reply = reply
-        self.cache = {(w, s): [] for w in range(waves) for s in range(slots)}
-        self.keys = []
-        self.finished = []
+    def __init__(self, reply, slots=6):
+        self.slots, self.reply, self.work = slots, reply, Work()
+        self.cache = [[] for _ in range(slots)]
+        self.keys, self.finished, self.growing = [], [], {}
 
-    def lengths(self, wave):
-        return np.array([len(self.cache[wave, s]) for s in range(self.settings.slots)])
+    def reset(self, slot):
+        if self.cache[slot]:
+            self.finished.append(self.cache[slot])
+        self.cache[slot] = []
 
-    def reset(self, wave, slot):
-        if self.cache[wave, slot]:
-            self.finished.append(self.cache[wave, slot])
-        self.cache[wave, slot] = []
-
-    def extend(self, wave, requests):
+    def extend(self, requests):
         for slot, ids in requests.items():
-            self.cache[wave, slot].extend(int(i) for i in ids)
+            self.cache[slot].extend(int(i) for i in ids)
 
-    def generate(self, wave, requests):
-        out = {}
-        for slot, (key, most) in requests.items():
-            self.keys.append(key)
-            text, stop = self.reply(key[1], key[2], key[3])
-            ids = CHAT.encode(text)[:most]
-            if stop == "stop":
-                ids = np.append(ids, CHAT.end_id)
-            self.cache[wave, slot].extend(int(i) for i in ids)
-            logp = -np.arange(1, len(ids) + 1, dtype=np.float32)
-            out[slot] = types.SimpleNamespace(ids=ids, logp=logp, stop=stop)
+    def start(self, requests):
+        assert not self.growing.keys() & requests.keys()
+        self.growing |= requests
+
+    def launch(self):
+        pass
+
+    def respond(self, slot, key, most):
+        self.keys.append(key)
+        text, stop = self.reply(key[1], key[2], key[3])
+        ids = CHAT.encode(text)[:most]
+        if stop == "stop":
+            ids = np.append(ids, CHAT.end_id)
+        logp = -np.arange(1, len(ids) + 1, dtype=np.float32)
+        return Response(ids, logp, stop)
+
+    def collect(self):
+        out = {slot: self.respond(slot, *request) for slot, request in self.growing.items()}
+        self.growing = {}
+        for slot, response in out.items():
+            self.cache[slot].extend(int(i) for i in response.ids)
         return out
 
 
@@ -103,7 +108,7 @@ def up(group, replica, turn):
     return "<action> go up </action>", "stop"
 
 
-def collect(reply, jobs, *, prompt=PROMPT, limits=LIMITS, workers=2, slots=3, iteration=0):
+def collect(reply, jobs, *, prompt=PROMPT, limits=LIMITS, workers=2, slots=6, iteration=0):
     sampler = Scripted(reply, slots)
     with Pool(EnvSpec("test_rollout:make"), workers, deadline_s=30) as pool:
         player = Player(CHAT, prompt, limits)
@@ -129,9 +134,7 @@ def test_rows_are_exactly_what_the_sampler_saw():
             return "go up go up go up go up go up", "length"  # cut, no action
         return ("<action> go down </action>" if turn == 2 else "<action> go up </action>"), "stop"
 
-    episodes, sampler = collect(mixed, jobs_for(3, 4, 2, replicas=2), slots=2)
-    for row in (c for c in sampler.cache.values() if c):
-        sampler.finished.append(row)
+    episodes, sampler = collect(mixed, jobs_for(3, 4, 2, replicas=2), slots=4)
     rows = [episode_rows(e)[0].tokens.tolist() for e in episodes]
     # The very last end-of-message may be injected only into the record: nothing was fed after it.
     assert sorted(rows) == sorted(sampler.finished)
@@ -240,7 +243,7 @@ def test_same_episodes_for_any_number_of_workers_and_slots():
 
     jobs = jobs_for(2, 3, 1, 4, replicas=3)
     want = None
-    for workers, slots in ((1, 1), (1, 4), (3, 2)):
+    for workers, slots in ((1, 2), (1, 8), (3, 4)):
         episodes, sampler = collect(reply, jobs, workers=workers, slots=slots, iteration=5)
         assert len(set(sampler.keys)) == len(sampler.keys)
         assert {key[0] for key in sampler.keys} == {5}

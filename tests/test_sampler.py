@@ -11,9 +11,10 @@ import pytest
 
 from models import qwen
 from models.config import QwenConfig
+from models.decoding import filtered_logp
 from models.lora import init_adapters
 from models.params import init_params
-from models.sampler import Sampler, SamplerConfig, filtered_logp
+from models.sampler import Sampler, SamplerConfig
 
 CONFIG = QwenConfig(
     vocab_size=61,
@@ -24,9 +25,7 @@ CONFIG = QwenConfig(
     num_key_value_heads=2,
     head_dim=8,
 )
-SETTINGS = SamplerConfig(
-    waves=2, slots=4, capacity=256, max_response=12, stop_ids=(3, 5), block=5, prefill=(8, 32)
-)
+SETTINGS = SamplerConfig(slots=8, capacity=256, max_response=12, stop_ids=(3, 5), rows=4, block=5)
 
 
 def sharp_params(seed=0, adapters=False):
@@ -51,15 +50,15 @@ def _logits(params, tokens, length, adapters):
     return qwen.unembed(params, CONFIG, hidden)
 
 
-def play(sampler, turns=3, limit=12, slots=(0, 2, 3), seed=0):
-    """Several turns on several slots of wave 1; returns rows and (start, ids, logp) per turn."""
+def play(sampler, turns=3, limit=12, slots=(0, 2, 3, 5, 6), seed=0):
+    """Several turns on several slots; returns rows and (start, response) per turn."""
     rng = np.random.default_rng(seed)
     rows = {s: [] for s in slots}
     spans = {s: [] for s in slots}
     for turn in range(turns):
         new = {s: rng.integers(6, 61, size=rng.integers(1, 60)) for s in slots}
-        sampler.extend(1, new)
-        out = sampler.generate(1, {s: ((0, s, 7, turn), limit) for s in slots})
+        sampler.extend(new)
+        out = sampler.generate({s: ((0, s, 7, turn), limit) for s in slots})
         for s in slots:
             rows[s].extend(int(i) for i in new[s])
             spans[s].append((len(rows[s]), out[s]))
@@ -129,22 +128,22 @@ def test_stops():
 
 
 def test_samples_depend_on_the_key_alone():
-    """Other slots, another wave or other company change nothing; another key does."""
+    """Another slot or other company change nothing; another key does."""
     params = sharp_params()
     prompt = np.arange(6, 20)
     key = (4, 2, 1, 0)
 
-    def sample(wave, slot, company, key):
+    def sample(slot, company, key):
         sampler = Sampler(params, CONFIG, SETTINGS, seed=9)
         requests = {slot: (key, 12)} | {s: ((0, 0, s, 0), 12) for s in company}
-        sampler.extend(wave, {s: prompt if s == slot else prompt[: 3 + s] for s in requests})
-        return sampler.generate(wave, requests)[slot]
+        sampler.extend({s: prompt if s == slot else prompt[: 3 + s] for s in requests})
+        return sampler.generate(requests)[slot]
 
-    alone = sample(0, 0, (), key)
-    for other in (sample(1, 3, (), key), sample(0, 1, (0, 2, 3), key)):
+    alone = sample(0, (), key)
+    for other in (sample(3, (), key), sample(1, (0, 2, 3, 4, 5, 7), key)):
         np.testing.assert_array_equal(alone.ids, other.ids)
         np.testing.assert_allclose(alone.logp, other.logp, atol=1e-5)
-    different = [sample(0, 0, (), (4, 2, 1, turn)).ids.tolist() for turn in range(1, 5)]
+    different = [sample(0, (), (4, 2, 1, turn)).ids.tolist() for turn in range(1, 5)]
     assert any(ids != alone.ids.tolist() for ids in different)
 
 
@@ -152,10 +151,10 @@ def test_reset_forgets_and_neighbours_stay():
     params = sharp_params()
     settings = dataclasses.replace(SETTINGS, temperature=0.0)
     sampler = Sampler(params, CONFIG, settings)
-    sampler.extend(0, {0: np.arange(6, 40), 1: np.arange(10, 30)})
-    sampler.reset(0, 0)
-    sampler.extend(0, {0: np.arange(20, 31)})
-    out = sampler.generate(0, {0: ((0, 0, 0, 0), 8), 1: ((0, 1, 0, 0), 8)})
+    sampler.extend({0: np.arange(6, 40), 1: np.arange(10, 30)})
+    sampler.reset(0)
+    sampler.extend({0: np.arange(20, 31)})
+    out = sampler.generate({0: ((0, 0, 0, 0), 8), 1: ((0, 1, 0, 0), 8)})
     for slot, prompt in ((0, np.arange(20, 31)), (1, np.arange(10, 30))):
         row = [*prompt, *out[slot].ids]
         best = full_logp(params, row)[len(prompt) - 1 : -1].argmax(-1)
@@ -165,7 +164,7 @@ def test_reset_forgets_and_neighbours_stay():
 def test_a_full_cache_is_refused():
     sampler = Sampler(sharp_params(), CONFIG, SETTINGS)
     with pytest.raises(ValueError, match=r"257 tokens.*256.*max_context"):
-        sampler.extend(0, {0: np.zeros(257, np.int32)})
+        sampler.extend({0: np.zeros(257, np.int32)})
 
 
 def test_sampling_frequencies_follow_the_filtered_distribution():
@@ -173,20 +172,22 @@ def test_sampling_frequencies_follow_the_filtered_distribution():
     from scipy import stats
 
     params = jax.tree.map(lambda x: x * 2 if x.ndim > 1 else x, sharp_params())
-    settings = dataclasses.replace(SETTINGS, slots=500, top_k=8, top_p=0.95, capacity=128)
+    settings = dataclasses.replace(
+        SETTINGS, slots=500, rows=None, top_k=8, top_p=0.95, capacity=128
+    )
     sampler = Sampler(params, CONFIG, settings, seed=2)
     prompt = np.arange(6, 14)
-    sampler.extend(0, dict.fromkeys(range(500), prompt))
+    sampler.extend(dict.fromkeys(range(500), prompt))
     counts = np.zeros(CONFIG.vocab_size)
     logps = {}
     for turn in range(4):
-        out = sampler.generate(0, {s: ((0, s, 0, turn), 1) for s in range(500)})
+        out = sampler.generate({s: ((0, s, 0, turn), 1) for s in range(500)})
         for slot in range(500):
             token = int(out[slot].ids[0])
             counts[token] += 1
             logps[token] = float(out[slot].logp[0])
-            sampler.reset(0, slot)
-        sampler.extend(0, dict.fromkeys(range(500), prompt))
+            sampler.reset(slot)
+        sampler.extend(dict.fromkeys(range(500), prompt))
     logits = full_logp(params, prompt)[-1]
     expected = np.exp(
         np.asarray(filtered_logp(jnp.asarray(logits)[None], jnp.float32(1.0), 0.95, 8))[0]
