@@ -256,6 +256,7 @@ def make_sampler(
         max_response=rollout.max_response_tokens,
         rows=rollout.decode_rows,
         block=rollout.decode_block,
+        prefill=rollout.prefill_tokens,
         stop_ids=parts.stop_ids,
         temperature=temperature,
         top_p=rollout.top_p,

@@ -35,6 +35,13 @@ def _address(url: str) -> str:
     return url
 
 
+def _power_of_two(number: int) -> int:
+    if number < 16 or number & (number - 1):
+        raise ValueError("expected a power of two of at least 16")
+    return number
+
+
+PowerOfTwo = Annotated[int, AfterValidator(_power_of_two)]
 Address = Annotated[str, AfterValidator(_address)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Split = Literal["train", "valid_seen", "valid_unseen"]
@@ -176,6 +183,7 @@ class RolloutConfig(Section):
     overlength: Literal["stop", "drop"] = "stop"
     decode_rows: PositiveInt | None = None  # slots per device call; null: all
     decode_block: PositiveInt = 8  # tokens decoded per device call
+    prefill_tokens: PowerOfTwo = 128  # prompt tokens per device call, padding included
     cache_dtype: Literal["float32", "bfloat16"] | None = None  # null: policy.dtype
 
 
@@ -336,8 +344,8 @@ class TrainConfig(Section):
             )
         if self.rollout.overlength == "drop" and self.prompt.context == "conversation":
             raise ValueError(
-                "rollout.overlength drop needs prompt.context window: a conversation is one growing "
-                "row; set rollout.overlength to stop"
+                "rollout.overlength drop needs prompt.context window: a conversation is one "
+                "growing row; set rollout.overlength to stop"
             )
         episodes = self.rollout.tasks_per_iteration * self.rollout.group_size
         minibatch = self.optimizer.minibatch_episodes or episodes

@@ -33,7 +33,7 @@ def play(
     """
     listed = [(split, task) for split, chosen in tasks.items() for task in chosen]
     jobs = [Job(task, group) for group, (_, task) in enumerate(listed)]
-    with progress.bar(f"evaluate after {iteration} iterations") as update:
+    with progress.episodes(f"evaluate after {iteration} iterations") as update:
         episodes = player.collect(sampler, pool, jobs, iteration=iteration, progress=update)
     hashes = {split: assemble.split_hash(chosen) for split, chosen in tasks.items()}
     return [

@@ -12,8 +12,8 @@ from envs.meter import Meter
 
 
 @contextlib.contextmanager
-def bar(label: str) -> Iterator[Callable[[Meter], None]]:
-    """Yields ``update(meter)``: episodes done, tokens per second, slots in use, where time goes."""
+def bar(label: str) -> Iterator[Callable[..., None]]:
+    """Yields ``update(done, total, state="")``; the state is a text at the end of the line."""
     console = rich.console.Console(stderr=True)
     columns = (
         rich.progress.TextColumn("{task.description}"),
@@ -27,7 +27,14 @@ def bar(label: str) -> Iterator[Callable[[Meter], None]]:
     ) as display:
         line = display.add_task(label, total=None, state="")
 
-        def update(meter: Meter) -> None:
-            display.update(line, completed=meter.done, total=meter.jobs, state=meter.line())
+        def update(done: int, total: int, state: str = "") -> None:
+            display.update(line, completed=done, total=total, state=state)
 
         yield update
+
+
+@contextlib.contextmanager
+def episodes(label: str) -> Iterator[Callable[[Meter], None]]:
+    """Yields ``update(meter)``: episodes done, tokens per second, slots in use, where time goes."""
+    with bar(label) as update:
+        yield lambda meter: update(meter.done, meter.jobs, meter.line())

@@ -149,7 +149,7 @@ def collect(setup: Setup, state: TrainState, pool: Pool) -> tuple[list[Episode],
         group_size=config.rollout.group_size,
     )
     meter = Meter()
-    with progress.bar(f"iteration {iteration}: episodes") as update:
+    with progress.episodes(f"iteration {iteration}: episodes") as update:
         episodes = setup.parts.player.collect(
             sampler,
             pool,

@@ -236,12 +236,10 @@ def decode(
     in_cache = (jnp.arange(span)[None] < length[:, None])[:, None, None]
     base = jax.vmap(lambda row: _fold(jax.random.key(seed), row))(keys)
     stops = jnp.asarray(stop_ids, jnp.int32)
-
-    def load(x: Array) -> Array:
-        return x if n_rows == slots else x[jnp.minimum(rows, slots - 1)]
-
-    old_keys = [load(x[:, :, :span]) for x in cache.keys]
-    old_values = [load(x[:, :, :span]) for x in cache.values]
+    whole = n_rows == slots
+    at = jnp.minimum(rows, slots - 1)
+    old_keys = [x[:, :, :span] if whole else x[at, :, :span] for x in cache.keys]
+    old_values = [x[:, :, :span] if whole else x[at, :, :span] for x in cache.values]
 
     def step(carry: Any) -> Any:
         t, going, count, hidden, buffer_k, buffer_v, tokens, logps, ended, automaton = carry
@@ -285,7 +283,7 @@ def decode(
         jnp.int32(0),
         active,
         jnp.zeros(n_rows, jnp.int32),
-        load(cache.hidden),
+        cache.hidden if whole else cache.hidden[at],
         [jnp.zeros(shape, dtype) for _ in layers],
         [jnp.zeros(shape, dtype) for _ in layers],
         jnp.zeros((n_rows, block), jnp.int32),

@@ -31,9 +31,7 @@ Key = tuple[int, int, int, int]
 
 _SPANS = 3  # spans of the cache: all of it, a half, a quarter
 _MULTIPLE = 64  # of which spans are multiples
-_FEWEST_TOKENS = 64  # in a prefill call: smaller products use other kernels, with other last bits
-_MOST_TOKENS = 2048
-_STEP = 8  # between the numbers of rows of a prefill call
+_NARROWEST, _STEP = 16, 4  # width of a prefill call, and the factor to the next
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +45,9 @@ class SamplerConfig:
       stop_ids: ids that end a response.
       rows: slots that one decode block works on; None is all.
       block: decode steps per device call.
-      prefill: increasing widths of a prefill call, in tokens.
+      prefill: tokens of a prefill call, padding included, a power of two: many short chunks or
+        one long one. So all calls multiply matrices of one shape, and a row's bits do not depend
+        on how it was cut.
       temperature: 0 is greedy; log-probabilities are then taken at temperature 1.
       top_p, top_k: filters (1.0 and 0 switch them off). Log-probabilities are those of the
         filtered distribution, the one that was sampled from.
@@ -60,11 +60,18 @@ class SamplerConfig:
     stop_ids: tuple[int, ...]
     rows: int | None = None
     block: int = 16
-    prefill: tuple[int, ...] = (16, 64, 256)
+    prefill: int = 128
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     share: bool = True
+
+    def __post_init__(self) -> None:
+        if self.prefill < _NARROWEST or self.prefill & (self.prefill - 1):
+            raise ValueError(
+                f"prefill is {self.prefill} tokens; expected a power of two of at least "
+                f"{_NARROWEST}"
+            )
 
     @property
     def decode_rows(self) -> int:
@@ -77,15 +84,11 @@ class SamplerConfig:
         parts = {-(-self.capacity // (_MULTIPLE << k)) * _MULTIPLE for k in range(_SPANS)}
         return tuple(sorted(parts))
 
-    def prefill_rows(self, width: int) -> tuple[int, ...]:
-        """Numbers of rows that a prefill of a width exists for, increasing."""
-        fewest = max(1, _FEWEST_TOKENS // width)
-        most = max(fewest, min(self.slots, _MOST_TOKENS // width))
-        steps = []
-        while fewest < most:
-            steps.append(fewest)
-            fewest *= _STEP
-        return (*steps, most)
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths of a prefill call, increasing; each has ``prefill // width`` rows."""
+        powers = (_NARROWEST * _STEP**k for k in range(10))
+        return (*(w for w in powers if w < self.prefill), self.prefill)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,14 +136,11 @@ def programs(config: QwenConfig, settings: SamplerConfig) -> tuple[Any, Any]:
 def _programs(
     config: QwenConfig, block: int, stop_ids: tuple[int, ...], top_p: float, top_k: int
 ) -> tuple[Any, Any]:
-    options = {"donate_argnums": (2,), "static_argnames": ("span",)}
+    jit = functools.partial(jax.jit, donate_argnums=(2,), static_argnames=("span",))
     decode = functools.partial(
         decoding.decode, config=config, block=block, stop_ids=stop_ids, top_p=top_p, top_k=top_k
     )
-    return (
-        jax.jit(functools.partial(decoding.prefill, config=config), **options),
-        jax.jit(decode, **options),
-    )
+    return jit(functools.partial(decoding.prefill, config=config)), jit(decode)
 
 
 class Sampler:
@@ -208,17 +208,18 @@ class Sampler:
         """Prefills one chunk of every placement; returns what is left of them."""
         widths: dict[int, list[Placement]] = {}
         for placement in rest:
-            width = _fit(len(placement.ids), self.settings.prefill)
+            width = _fit(len(placement.ids), self.settings.widths)
             widths.setdefault(width, []).append(placement)
         left = []
         for width, chosen in widths.items():
-            while chosen:
-                rows = _fit(len(chosen), self.settings.prefill_rows(width))
-                part, chosen = chosen[:rows], chosen[rows:]
-                self._prefill_call(part, rows, width)
-                for p in part:
-                    if len(p.ids) > width:
-                        left.append(Placement(p.slot, p.slot, p.start + width, p.ids[width:]))
+            rows = self.settings.prefill // width
+            for first in range(0, len(chosen), rows):
+                self._prefill_call(chosen[first : first + rows], rows, width)
+            left += [
+                Placement(p.slot, p.slot, p.start + width, p.ids[width:])
+                for p in chosen
+                if len(p.ids) > width
+            ]
         return left
 
     def _prefill_call(self, part: Sequence[Placement], rows: int, width: int) -> None:
@@ -356,23 +357,20 @@ class Sampler:
     def warm_up(self) -> None:
         """Compiles every program; no call after it compiles another, whatever the lengths."""
         for span in self.settings.spans:
-            for width in self.settings.prefill:
-                if width // 2 > span:
-                    continue  # a chunk of this width is longer than that
-                for rows in self.settings.prefill_rows(width):
-                    tokens = np.zeros((rows, width), np.int32)
-                    zero, pad = np.zeros(rows, np.int32), np.full(rows, self.slots, np.int32)
-                    self._cache, _ = self._prefill(
-                        self.params,
-                        self.adapters,
-                        self._cache,
-                        tokens,
-                        zero,
-                        zero,
-                        zero,
-                        pad,
-                        span=span,
-                    )
+            for width in self.settings.widths:
+                rows = self.settings.prefill // width
+                zero = np.zeros(rows, np.int32)
+                self._cache, _ = self._prefill(
+                    self.params,
+                    self.adapters,
+                    self._cache,
+                    np.zeros((rows, width), np.int32),
+                    zero,
+                    zero,
+                    zero,
+                    np.full(rows, self.slots, np.int32),
+                    span=span,
+                )
             rows = self.settings.decode_rows
             zero = np.zeros(rows, np.int32)
             slots = np.arange(rows, dtype=np.int32)

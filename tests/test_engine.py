@@ -143,9 +143,11 @@ def test_episodes_equal_those_of_the_same_policy_without_a_server(context):
     prompt = dataclasses.replace(PROMPT, context=context)
     jobs = jobs_for(2, 3, 1, 6, replicas=3)
     want = collect(Local(None), jobs, prompt)
-    with Server(lambda body: completion(body, *respond(body["prompt"]))) as server:
-        with Engine(settings(server), seed=9) as engine:
-            found = collect(engine, jobs, prompt)
+    with (
+        Server(lambda body: completion(body, *respond(body["prompt"]))) as server,
+        Engine(settings(server), seed=9) as engine,
+    ):
+        found = collect(engine, jobs, prompt)
     assert plain(found) == plain(want)
     steps = [step for e in found for step in e.steps]
     assert {e.status for e in found} >= {Status.SUCCESS, Status.STEP_LIMIT}

@@ -126,15 +126,15 @@ def test_every_trained_weight_gets_a_gradient(params, trained):
 
 def test_sampled_log_probs_equal_one_forward_pass(params, adapters):
     settings = SamplerConfig(
-        waves=1, slots=2, capacity=64, max_response=9, stop_ids=(3, 5), block=4, prefill=(8, 16)
+        slots=2, capacity=64, max_response=9, stop_ids=(3, 5), block=4, prefill=16
     )
     sampler = Sampler(params, CONFIG, settings, adapters=adapters, seed=3)
     rng = np.random.default_rng(4)
     rows, spans = ([], []), ([], [])
     for turn, size in enumerate((19, 6)):
         new = {s: rng.integers(6, 61, size=size + s) for s in (0, 1)}
-        sampler.extend(0, new)
-        out = sampler.generate(0, {s: ((0, s, 0, turn), 9) for s in (0, 1)})
+        sampler.extend(new)
+        out = sampler.generate({s: ((0, s, 0, turn), 9) for s in (0, 1)})
         for s in (0, 1):
             rows[s].extend(new[s].tolist())
             spans[s].append((len(rows[s]), out[s]))

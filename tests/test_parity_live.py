@@ -265,7 +265,6 @@ def test_real_logits(real):
 def test_real_greedy_continuations(real):
     config, params, _, _, prompts, want = real
     settings = SamplerConfig(
-        waves=1,
         slots=len(prompts),
         capacity=128,
         max_response=NEW,
@@ -273,8 +272,8 @@ def test_real_greedy_continuations(real):
         temperature=0.0,
     )
     sampler = Sampler(params, config, settings)
-    sampler.extend(0, dict(enumerate(prompts)))
-    out = sampler.generate(0, {s: ((0, s, 0, 0), NEW) for s in range(len(prompts))})
+    sampler.extend(dict(enumerate(prompts)))
+    out = sampler.generate({s: ((0, s, 0, 0), NEW) for s in range(len(prompts))})
     for slot, row in enumerate(want):
         assert out[slot].ids.tolist() == row, PROMPTS[slot]
     assert max(map(len, want)) == NEW
