@@ -32,16 +32,17 @@ def test_the_automaton_stops_where_the_text_first_holds_a_string(kind, strings):
     size = len(tokenizer) + 5  # a policy may know more ids than its tokenizer
     table = stop_table(tokenizer, size, strings)
     assert table.shape[1] == size
-    usual = [
-        i for t in ("</action>", "<", "/", "act", "ion", ">", "aca") for i in tokenizer.encode(t)
-    ]
     rng = np.random.default_rng(0)
-    stopped = 0
+    ends = set()
     for _ in range(600):
-        ids = [
-            int(rng.choice(usual)) if rng.random() < 0.8 else int(rng.integers(len(tokenizer)))
-            for _ in range(12)
-        ]
+        ids: list[int] = []
+        while len(ids) < 12:  # pieces of the strings, and anything
+            text = str(rng.choice(strings))
+            cut = int(rng.integers(len(text)))
+            for piece in (text[:cut], text[cut:]) if rng.random() < 0.7 else (text[cut:],):
+                ids += tokenizer.encode(piece, add_special_tokens=False)
+            ids.append(int(rng.integers(len(tokenizer))))
+        ids = ids[:12]
         state, end = 0, None
         for at, token in enumerate(ids):
             state = int(table[state, token])
@@ -51,8 +52,8 @@ def test_the_automaton_stops_where_the_text_first_holds_a_string(kind, strings):
         prefixes = [tokenizer.decode(ids[: n + 1], skip_special_tokens=False) for n in range(12)]
         want = next((n for n, t in enumerate(prefixes) if any(s in t for s in strings)), None)
         assert end == want, prefixes[-1]
-        stopped += end is not None
-    assert 50 < stopped < 600
+        ends.add(end)
+    assert len(ends) > 6, "the strings come up at few places"
     assert (table[:, len(tokenizer) :] == np.arange(len(table))[:, None]).all()
 
 
