@@ -34,6 +34,7 @@ class Policy:
       remat: rematerialisation of the backward pass: "none", "dots" or "full".
       dtype: of the forward pass.
       entropy: compute per-token entropies.
+      backend: "cpu", "gpu" or "tpu" of the devices that will run it; None: JAX's default.
     """
 
     config: QwenConfig
@@ -44,6 +45,7 @@ class Policy:
     remat: qwen.Remat = "none"
     dtype: str = "float32"
     entropy: bool = False
+    backend: str | None = None
 
     def weights(self, trainable: Any, frozen: Any) -> tuple[Any, Any]:
         """(parameters, adapters or None) in the forward pass's dtype."""
@@ -74,6 +76,7 @@ class Policy:
             capture=capture,
             attention=self.attention,
             remat=self.remat,
+            backend=self.backend,
             packed=False,  # one conversation or window per row, padded on the right
         )
 
