@@ -22,6 +22,7 @@ from envs.prompts import Prompt
 from envs.protocol import EnvSpec, Task
 from envs.rollout import Job, Limits, Player
 from launch.config import (
+    ROW_MULTIPLE,
     EnvConfig,
     MeshConfig,
     PolicyConfig,
@@ -32,6 +33,7 @@ from launch.config import (
 from launch.errors import UserError, user_errors
 from launch.keys import api_key
 from models import hf, lora, params, sharding, value
+from models.attention import Case, select
 from models.config import QwenConfig
 from models.policy import Policy, weight_specs
 from models.sampler import Sampler, SamplerConfig
@@ -162,6 +164,7 @@ def build(config: TrainConfig | SftConfig, *, critic: bool) -> Parts:
             f"tokenizer: {len(tokenizer)} ids, but the policy's vocabulary has {sizes.vocab_size}; "
             "use the tokenizer that belongs to policy.path"
         )
+    check_attention(config.policy, sizes)
     options = config.policy.lora
     trainable: dict[str, Any]
     frozen, scale, lora_on = None, None, None
@@ -183,6 +186,8 @@ def build(config: TrainConfig | SftConfig, *, critic: bool) -> Parts:
         config=sizes,
         adapter_scale=scale,
         value_head=critic,
+        attention=config.policy.attention,
+        remat=config.policy.remat,
         dtype=config.policy.dtype,
         mesh=mesh,
     )
@@ -195,6 +200,19 @@ def build(config: TrainConfig | SftConfig, *, critic: bool) -> Parts:
         specs=specs,
         stop_ids=tuple(sorted({*sizes.eos_token_ids, chat.end_id})),
     )
+
+
+def check_attention(config: PolicyConfig, sizes: QwenConfig) -> None:
+    """``UserError`` if the named attention cannot run here."""
+    case = Case(
+        shape=(1, ROW_MULTIPLE, sizes.num_attention_heads, sizes.head_dim),
+        kv_heads=sizes.num_key_value_heads,
+        dtype=jnp.dtype(config.dtype),
+        backend=jax.default_backend(),
+        packed=False,
+    )
+    with user_errors("policy.attention"):
+        select(case, config.attention)
 
 
 def step_graph_layers(config: PolicyConfig, num_hidden_layers: int) -> tuple[int, ...]:

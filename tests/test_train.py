@@ -262,6 +262,9 @@ MISTAKES = {
         ["/nowhere/games", "launch games"],
     ),
     "missing policy": (["policy={path: /nowhere/policy}"], ["/nowhere/policy"]),
+    "attention of other hardware": (["policy.attention=cudnn"], ["cudnn", "needs a GPU"]),
+    "a mesh that does not divide": (["mesh={tensor: 3}"], ["mesh", "8 devices", "tensor=3"]),
+    "a context that does not divide": (["mesh={context: 3}"], ["context is 3", "64"]),
     "filters in training": (["rollout.top_p=0.9"], ["top_p"]),
     "step graphs without conversations": (
         ["credit=attnsr", "prompt.context=window"],
