@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -239,6 +241,38 @@ def test_every_method_runs_the_same_job(workplace, whole):
     for method in METHODS:
         (row,) = (workplace / f"method-{method}" / "metrics.jsonl").read_text().splitlines()
         assert json.loads(row)["update/grad_norm"] > 0, method
+
+
+def test_a_run_asks_its_judge(workplace, whole):
+    """TARL through a chat endpoint: every episode is judged, and its scores reach the credit."""
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            turns = len(json.loads(body["messages"][-1]["content"])["turns"])
+            asked.append(turns)
+            scores = json.dumps({"scores": [-1, *[1] * (turns - 1)]})
+            reply = json.dumps({"choices": [{"message": {"content": scores}}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        judge = f"judge={{url: 'http://127.0.0.1:{server.server_port}/v1', model: small}}"
+        train(workplace, "judged", "credit=tarl", judge, "iterations=2")
+        server.shutdown()
+    episodes = [
+        json.loads(x) for x in (workplace / "judged" / "episodes.jsonl").read_text().splitlines()
+    ]
+    assert sorted(asked) == sorted(e["steps"] for e in episodes)
+    assert len(episodes) == 8
+    assert any(len(set(e["credit"])) > 1 for e in episodes), "the judge's scores changed nothing"
 
 
 def test_adapters_train_and_export_merged(workplace, whole):
