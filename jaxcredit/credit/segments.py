@@ -127,10 +127,10 @@ def largest(
 ) -> Bool[Array, " M"]:
     """The ceil(share n) largest of each group's n items; lower ``order`` first among equals.
 
-    Items outside ``mask`` belong to no group.
+    ``ids``, in 0..M-1, names the group. Items outside ``mask`` belong to none.
     """
     size = x.shape[0]
-    group_of = jnp.where(mask, dense_ids([ids]), size)
+    group_of = jnp.where(mask, ids, size)
     by_size = jnp.lexsort((order, jnp.where(mask, -x, 0.0), group_of))
     where = jnp.arange(size)
     start = jax.ops.segment_min(where, group_of[by_size], size + 1)[group_of[by_size]]

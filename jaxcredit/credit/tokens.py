@@ -128,9 +128,8 @@ def centre_tokens() -> Stage:
 
     def apply(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
         mask, x = masks.action_tokens(batch), flow.token_advantage
-        # Tokens outside the mask belong to no episode; they enter no statistic either.
-        task = batch.task[jnp.maximum(batch.episode, 0)]
-        stats = segments.group(x.reshape(-1), mask.reshape(-1), [task.reshape(-1)])
+        task = masks.task_of_token(batch).reshape(-1)
+        stats = segments.group(x.reshape(-1), mask.reshape(-1), [task])
         centred = segments.standardise(x.reshape(-1), mask.reshape(-1), stats, None, 0.0)
         centred = centred.reshape(x.shape)
         return replace(
