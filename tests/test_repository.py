@@ -180,7 +180,7 @@ import jax, numpy as np
 from jaxcredit import credit
 from jaxcredit.episodes import SIGNAL_AXES
 
-for absent in ("models", "envs", "launch", "transformers", "torch", "scipy", "yaml", "pytest"):
+for absent in ("models", "envs", "launch", "transformers", "torch", "pydantic", "pytest"):
     assert importlib.util.find_spec(absent) is None, absent
 sizes = {"N": 2, "K": 3, "K+1": 4, "L": 2, "2": 2, "B": 2, "T": 3}
 rng = np.random.default_rng(0)
