@@ -57,6 +57,11 @@ def step_of_token(batch: EpisodeBatch) -> Int[Array, "B T"]:
     return jnp.where(action_tokens(batch), batch.episode * k + batch.step, n * k)
 
 
+def task_of_token(batch: EpisodeBatch) -> Int[Array, "B T"]:
+    """The task of every action token; that of some episode for all others."""
+    return batch.task[jnp.maximum(batch.episode, 0)]
+
+
 def broadcast_steps(batch: EpisodeBatch, per_step: Float[Array, "N K"]) -> Float[Array, "B T"]:
     """The one place where step numbers become token numbers.
 

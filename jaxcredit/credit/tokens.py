@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -127,9 +128,8 @@ def centre_tokens() -> Stage:
 
     def apply(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
         mask, x = masks.action_tokens(batch), flow.token_advantage
-        # Tokens outside the mask belong to no episode; they enter no statistic either.
-        task = batch.task[jnp.maximum(batch.episode, 0)]
-        stats = segments.group(x.reshape(-1), mask.reshape(-1), [task.reshape(-1)])
+        task = masks.task_of_token(batch).reshape(-1)
+        stats = segments.group(x.reshape(-1), mask.reshape(-1), [task])
         centred = segments.standardise(x.reshape(-1), mask.reshape(-1), stats, None, 0.0)
         centred = centred.reshape(x.shape)
         return replace(
@@ -173,13 +173,16 @@ def whiten(eps: float = 1e-6) -> Stage:
 
 @dataclass(frozen=True)
 class _Line:
-    """All action tokens of the batch in a line: by episode, step and position; others last.
+    """All action tokens of the batch in a line: by episode, step and position.
 
-    ``real`` marks action tokens, ``goes_on`` those whose next token is of the same episode.
+    ``order`` says which token stands at a place of the line, ``place`` where a token stands;
+    both are free where there is none. ``real`` marks the places that are taken, ``goes_on`` those
+    whose next token is of the same episode.
     """
 
-    shape: tuple[int, ...]
     order: Int[Array, " M"]
+    place: Int[Array, "B T"]
+    action: Bool[Array, "B T"]
     real: Bool[Array, " M"]
     episode: Int[Array, " M"]
     goes_on: Bool[Array, " M"]
@@ -190,17 +193,28 @@ class _Line:
 
     def put(self, in_line: Float[Array, " M"]) -> Float[Array, "B T"]:
         """The inverse of ``take``."""
-        flat = jnp.zeros_like(in_line).at[self.order].set(in_line, unique_indices=True)
-        return flat.reshape(self.shape)
+        return jnp.where(self.action, in_line[self.place], 0.0)
 
 
 def _line(batch: EpisodeBatch) -> _Line:
+    """Counts instead of sorting: a step lies in one row, so a token's place is the number of
+    tokens in the steps before its own, plus its rank among the action tokens of its row less
+    that of the step's first one."""
     n, k = batch.step_mask.shape
-    ids = masks.step_of_token(batch).reshape(-1)
-    order = jnp.argsort(ids, stable=True)
-    real, episode = ids[order] < n * k, ids[order] // k
+    action, ids = masks.action_tokens(batch), masks.step_of_token(batch)
+    size = ids.size
+    rank = jnp.cumsum(action, axis=1, dtype=jnp.int32)
+    first = jax.ops.segment_min(rank.reshape(-1), ids.reshape(-1), n * k + 1)
+    counts = masks.token_counts(batch).astype(jnp.int32).reshape(-1)
+    before = jnp.append(jnp.cumsum(counts) - counts, 0)
+    place = jnp.where(action, (before - first)[ids] + rank, size)
+    tokens = jnp.arange(size, dtype=jnp.int32)
+    order = jnp.zeros(size, jnp.int32).at[place.reshape(-1)].set(tokens, mode="drop")
+    real = tokens < counts.sum()
+    episode = jnp.where(real, ids.reshape(-1)[order] // k, n)
     goes_on = jnp.append((episode[1:] == episode[:-1]) & real[1:], False)
-    return _Line(batch.tokens.shape, order, real, jnp.minimum(episode, n - 1), goes_on)
+    place = jnp.minimum(place, size - 1)
+    return _Line(order, place, action, real, jnp.minimum(episode, n - 1), goes_on)
 
 
 def _rate(batch: EpisodeBatch, lam: float | str) -> Float[Array, " N"]:
