@@ -42,7 +42,7 @@ $(PARITY)/.installed: $(STAMP)
 	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<3"
 	touch $@
 
-parity: $(PARITY)/.installed  ## Compare live with the PyTorch reference (installs torch)
+parity: $(PARITY)/.installed  ## Compare live with the PyTorch reference (installs torch); JAXCREDIT_QWEN=FOLDER adds real weights
 	$(PARITY)/bin/python -m pytest -q -m parity
 
 lint: $(STAMP)  ## Check style, types and the direction of imports

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -21,9 +21,18 @@ from envs.prompts import Prompt, scene
 from envs.protocol import EnvFailure, Observation, Task
 from jaxcredit.episodes import Episode, Status, Step
 
+# What a response is sampled under: (iteration, group, replica, turn).
+Key = tuple[int, int, int, int]
+
 
 class Generated(Protocol):
-    """A sampled response."""
+    """A sampled response.
+
+    Attributes:
+      ids: at least one id; a stop id only as the last one.
+      logp: log-probability of each id as it was sampled.
+      stop: "stop" if the last id is a stop id, else "length".
+    """
 
     @property
     def ids(self) -> np.ndarray: ...
@@ -35,20 +44,46 @@ class Generated(Protocol):
     def stop(self) -> str: ...
 
 
+class SamplerSettings(Protocol):
+    """How many rows a sampler holds: ``waves`` groups of ``slots`` each."""
+
+    @property
+    def waves(self) -> int: ...
+
+    @property
+    def slots(self) -> int: ...
+
+
 class Sampler(Protocol):
-    """What a rollout needs of a sampler: slots with caches, grouped in waves."""
+    """What a rollout needs of whatever samples: rows of ids in slots, grouped in waves.
 
-    settings: Any
+    ``models.sampler`` implements it in this process, ``envs.engine`` with a server.
+    """
 
-    def lengths(self, wave: int) -> np.ndarray: ...
+    @property
+    def settings(self) -> SamplerSettings: ...
 
-    def reset(self, wave: int, slot: int) -> None: ...
+    def lengths(self, wave: int) -> np.ndarray:
+        """Tokens in each slot of a wave, [slots]."""
+        ...
 
-    def extend(self, wave: int, requests: Mapping[int, np.ndarray]) -> None: ...
+    def reset(self, wave: int, slot: int) -> None:
+        """Empties a slot."""
+        ...
+
+    def extend(self, wave: int, requests: Mapping[int, np.ndarray]) -> None:
+        """Appends ids to slots."""
+        ...
 
     def generate(
-        self, wave: int, requests: Mapping[int, tuple[tuple[int, int, int, int], int]]
-    ) -> Mapping[int, Generated]: ...
+        self, wave: int, requests: Mapping[int, tuple[Key, int]]
+    ) -> Mapping[int, Generated]:
+        """Samples one response per requested slot and appends its ids to the slot.
+
+        ``requests`` maps a slot to the key of its response and the largest number of tokens. What
+        is sampled depends on the slot's ids and the key, not on the slot or its company.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,6 +318,7 @@ class Player:
                 valid=action is not None,
                 progress=run.now.info.progress,
                 state=run.now.info.state,
+                observation=run.text,
             )
         )
         run.offered.append(run.now.info.admissible)
@@ -305,6 +341,7 @@ class Player:
             status=status,
             initial_progress=run.first.info.progress if run.first is not None else 0.0,
             final_observation=final,
+            goal=run.first.info.goal if run.first is not None else "",
             context=self.prompt.context,
             policy_version=policy_version,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import cast
+from typing import cast, get_args, get_type_hints
 
 import numpy as np
 from flax import struct
@@ -56,6 +56,7 @@ class Step:
       reward: environment reward of this step, the outcome not included.
       progress: fraction of acceptance checks that pass after this step.
       state: anchor-state key before the action (equal keys are equal states).
+      observation: text shown before the action (a record, never re-tokenised for training).
       hindsight_ids: replacement of ``context_ids`` in the outcome-augmented context of
         RELACE, or None where it is unchanged.
     """
@@ -71,6 +72,7 @@ class Step:
     reward: float = 0.0
     progress: float = 0.0
     state: str = ""
+    observation: str = ""
     hindsight_ids: np.ndarray | None = None
 
 
@@ -87,7 +89,8 @@ class Episode:
       success: whether the task was solved.
       status: how the episode ended.
       initial_progress: fraction of acceptance checks that pass before the first step.
-      final_observation: text of the last observation (a record, never re-tokenised for training).
+      final_observation: text of the last observation (a record, as in ``Step``).
+      goal: the task in words (a record).
       context: "conversation" (one growing row) or "window" (one row per step).
       policy_version: number of the update that produced the sampling policy.
     """
@@ -101,6 +104,7 @@ class Episode:
     status: Status
     initial_progress: float = 0.0
     final_observation: str = ""
+    goal: str = ""
     context: str = "conversation"
     policy_version: int = 0
 
@@ -179,23 +183,9 @@ class Signals:
     judge_score: Float[Array, "N K"] | None = None
 
 
-# The axes of every signal, in the letters above.
-SIGNAL_AXES = {
-    "logp": "B T",
-    "ref_logp": "B T",
-    "value": "B T",
-    "entropy": "B T",
-    "step_graph": "N L 2 K K",
-    "hindsight_logp": "N K",
-    "reward_logp": "B T",
-    "token_flow": "B T",
-    "mc_value": "N K+1",
-    "q_value": "N K 2",
-    "v_value": "N K 2",
-    "predicted_return": "N K",
-    "predicted_progress": "N K",
-    "promise": "N K",
-    "judge_score": "N K",
+# The axes of every signal as its annotation states them: "B T", "N K", ...
+SIGNAL_AXES: dict[str, str] = {
+    name: get_args(hint)[0].dim_str for name, hint in get_type_hints(Signals).items()
 }
 
 

@@ -158,6 +158,26 @@ def score(
 
 
 @app.command()
+def audit(
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="New folder for JSON, tables and picture")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="'ppo,grpo'; default: all")
+    ] = None,
+    problems: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="'key_door,detour'; default: all")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of episodes and signals")] = 0,
+    noise: Annotated[
+        float, typer.Option(min=0.0, help="Standard deviation of the errors of learned models")
+    ] = 0.1,
+) -> None:
+    """Compare credit estimators with the truth on small problems."""
+    _call("audit", out, _names("--methods", methods), _names("--problems", problems), seed, noise)
+
+
+@app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="YAML config")] = None,
     overrides: Overrides = None,
@@ -166,6 +186,15 @@ def doctor(
     if config is None and overrides:
         raise UserError("doctor: --set needs a CONFIG to override")
     _call("doctor", None if config is None else _train_config(config, overrides))
+
+
+def _names(option: str, value: str | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    names = tuple(dict.fromkeys(value.replace(",", " ").split()))
+    if not names:
+        raise UserError(f"{option}: {value!r} holds no name")
+    return names
 
 
 def _integers(option: str, value: str) -> tuple[int, ...]:

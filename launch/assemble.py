@@ -14,12 +14,14 @@ import numpy as np
 
 from envs.alfworld.tasks import list_tasks, task_list_hash
 from envs.chat import ChatFormat, chat_format
+from envs.engine import Engine, EngineSettings
 from envs.pool import Pool
 from envs.prompts import Prompt
 from envs.protocol import EnvSpec, Task
 from envs.rollout import Job, Limits, Player
 from launch.config import EnvConfig, PolicyConfig, PromptConfig, SftConfig, TrainConfig
 from launch.errors import UserError, user_errors
+from launch.keys import api_key
 from models import heads, hf, lora, params, value
 from models.config import QwenConfig
 from models.policy import Policy
@@ -106,6 +108,20 @@ def load_base(
     return sizes, params.init_params(sizes, jax.random.key(seed))
 
 
+def make_player(config: TrainConfig | SftConfig) -> Player:
+    """Everything of a rollout that needs no weights: tokenizer, prompt and limits."""
+    with user_errors("tokenizer"):
+        chat = chat_format(tokenizer_for(config))
+    rollout = config.rollout if isinstance(config, TrainConfig) else None
+    limits = Limits(
+        max_steps=config.env.max_steps,
+        max_context=config.prompt.max_context,
+        max_response=rollout.max_response_tokens if rollout else 1,  # demonstrations: unused
+        end_on_format_error=rollout is not None and rollout.end_on_format_error,
+    )
+    return Player(chat, make_prompt(config.prompt), limits)
+
+
 def build(
     config: TrainConfig | SftConfig, *, critic: bool, step_heads: Sequence[str] = ()
 ) -> Parts:
@@ -116,23 +132,14 @@ def build(
       critic: add a value head.
       step_heads: add a head for each of these signals.
     """
-    tokenizer = tokenizer_for(config)
-    with user_errors("tokenizer"):
-        chat = chat_format(tokenizer)
-    prompt = make_prompt(config.prompt)
+    player = make_player(config)
+    chat, tokenizer = player.chat, player.chat.tokenizer
     sizes, base = load_base(config.policy, tokenizer, chat.end_id, config.seed)
     if len(tokenizer) > sizes.vocab_size:
         raise UserError(
             f"tokenizer: {len(tokenizer)} ids, but the policy's vocabulary has {sizes.vocab_size}; "
             "use the tokenizer that belongs to policy.path"
         )
-    rollout = config.rollout if isinstance(config, TrainConfig) else None
-    limits = Limits(
-        max_steps=config.env.max_steps,
-        max_context=config.prompt.max_context,
-        max_response=rollout.max_response_tokens if rollout else 1,  # demonstrations: unused
-        end_on_format_error=rollout is not None and rollout.end_on_format_error,
-    )
     trainable: dict[str, Any]
     frozen = None
     scale = None
@@ -165,7 +172,7 @@ def build(
     )
     return Parts(
         chat=chat,
-        player=Player(chat, prompt, limits),
+        player=player,
         policy=policy,
         trainable=trainable,
         frozen=frozen,
@@ -259,3 +266,36 @@ def make_sampler(
         seed=config.seed,
         dtype=jnp.dtype(config.policy.dtype),
     )
+
+
+def make_engine(player: Player, config: TrainConfig, *, temperature: float) -> Engine:
+    """The client of the configured server; reads no weights and does not connect yet.
+
+    Raises ``UserError`` if no folder names the policy's end-of-message ids, or the key is missing.
+    """
+    options, rollout, folder = config.engine, config.rollout, config.policy.path
+    assert options is not None
+    if folder is None:
+        raise UserError(
+            f"engine: {options.url} holds weights alone; name the folder of its policy's "
+            "tokenizer with --policy FOLDER"
+        )
+    key = None
+    if options.key_variable is not None:
+        key = api_key("engine.key_variable", options.key_variable)
+    with user_errors(f"policy.path: {folder}", OSError, ValueError):
+        stop_ids = {*hf.stop_ids(folder), player.chat.end_id}
+    settings = EngineSettings(
+        url=options.url,
+        model=options.model,
+        waves=rollout.waves,
+        slots=-(-rollout.slots // rollout.waves),
+        stop_ids=tuple(sorted(stop_ids)),
+        temperature=temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        key=key,
+        deadline_s=options.deadline_s,
+        concurrency=options.concurrency,
+    )
+    return Engine(settings, seed=config.seed)

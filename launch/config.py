@@ -8,10 +8,12 @@ comment states.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -25,6 +27,15 @@ from pydantic import (
 
 from launch.errors import UserError
 
+
+def _address(url: str) -> str:
+    if not re.fullmatch(r"https?://[^\s@/]+(/[^\s@]*)?", url):
+        # The value may hold a password: it is not shown.
+        raise ValueError("expected http://HOST/... or https://HOST/... without a password")
+    return url
+
+
+Address = Annotated[str, AfterValidator(_address)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Split = Literal["train", "valid_seen", "valid_unseen"]
 Kind = Literal[
@@ -187,6 +198,15 @@ class CreditConfig(Section):
         return {"method": self.method} | self.options
 
 
+class JudgeConfig(Section):
+    """A judge of turns behind an OpenAI-compatible chat endpoint; for methods with judge_score."""
+
+    url: Address  # such as http://localhost:8000/v1; /chat/completions is appended
+    model: str  # its name at the endpoint
+    key_variable: str | None = None  # environment variable with the API key; null: no key is sent
+    deadline_s: PositiveFloat = 60.0  # seconds per episode, all tries together
+
+
 class LossConfig(Section):
     """Coefficients of the update's loss."""
 
@@ -233,6 +253,16 @@ class EvaluateConfig(Section):
     every: NonNegativeInt = 0  # iterations; 0: after the last one only
 
 
+class EngineConfig(Section):
+    """A server that samples in place of this process, for ``evaluate`` and ``play``."""
+
+    url: Address  # such as http://localhost:8000/v1; /completions is appended
+    model: str  # the server's name for the policy
+    key_variable: str | None = None  # environment variable with the key; null: none is sent
+    deadline_s: PositiveFloat = 120.0  # seconds per response, further attempts included
+    concurrency: PositiveInt | None = None  # requests at once; null: all slots of a wave
+
+
 class HabitConfig(Section):
     """Useless actions that the demonstrator mixes in and the policy imitates."""
 
@@ -276,11 +306,13 @@ class TrainConfig(Section):
     prompt: PromptConfig = PromptConfig()
     rollout: RolloutConfig = RolloutConfig()
     credit: CreditConfig
+    judge: JudgeConfig | None = None  # null: there is none
     invalid_penalty: NonNegativeFloat = 0.0  # taken off the advantage of steps with invalid actions
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    engine: EngineConfig | None = None  # null: the policy samples in this process
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:

@@ -19,6 +19,7 @@ from jaxcredit.episodes import Credit, Episode, EpisodeBatch, Signals, as_fields
 from jaxcredit.update import MicroBatch, TrainState, Update
 from launch.assemble import Parts
 from launch.config import TrainConfig
+from launch.judge import Judge, judge_scores
 from models.score import ScoreConfig, score
 
 
@@ -33,6 +34,7 @@ class Setup:
     optimizer: optax.GradientTransformation
     update: Update
     tasks: tuple[Task, ...]
+    judge: Judge | None = None
 
 
 def signals_for(
@@ -72,6 +74,10 @@ def signals_for(
         found = score(policy, state.trainable, parts.frozen, other, scoring)
         mean = credit.step_mean(other, jnp.asarray(found.logp))
         signals = dataclasses.replace(signals, hindsight_logp=mean)
+    if "judge_score" in needs:
+        assert setup.judge is not None
+        scores = judge_scores(setup.judge, episodes, max_steps=setup.config.env.max_steps)
+        signals = dataclasses.replace(signals, **as_fields({"judge_score": scores}))
     return signals
 
 

@@ -18,7 +18,17 @@ from launch.loading import flatten, parse_yaml, to_plain, to_yaml
 
 # Keys that leave the results of a run as they are. ``run`` is where the folder is now.
 OPERATIONAL = frozenset(
-    {"run", "env.workers", "env.deadline_s", "env.python", "checkpoint.every", "checkpoint.keep"}
+    {
+        "run",
+        "env.workers",
+        "env.deadline_s",
+        "env.python",
+        "judge.url",
+        "judge.key_variable",
+        "judge.deadline_s",
+        "checkpoint.every",
+        "checkpoint.keep",
+    }
 )
 MAY_GROW = frozenset({"iterations"})
 
@@ -92,8 +102,11 @@ def check_same_run(config: BaseModel, stored: Path, free: Sequence[str] = ()) ->
     new = dict(flatten(to_plain(config)))
     for key in (*new, *(key for key in old if key not in new)):
         before, now = old.get(key, _ABSENT), new.get(key, _ABSENT)
-        if before == now or key in OPERATIONAL or key.partition(".")[0] in free:
+        section = key.partition(".")[0]
+        if before == now or key in OPERATIONAL or section in free:
             continue
+        if before is _ABSENT and now is None and section != "credit":
+            continue  # a key that is younger than the run, and off
         if key in MAY_GROW and isinstance(before, int) and isinstance(now, int):
             if now >= before:
                 continue

@@ -23,6 +23,7 @@ from jaxcredit.update import LossConfig, TrainState, make_update
 from launch import assemble, evaluate, games, metrics, progress, runs
 from launch.config import TrainConfig
 from launch.errors import UserError, user_errors
+from launch.judge import judge_of
 from launch.learn import Setup, signals_for, update_policy
 from launch.schedules import learning_rate_schedule
 from models import hf
@@ -39,24 +40,6 @@ def make_estimator(config: TrainConfig) -> CreditEstimator:
         credit.invalid_action_penalty(config.invalid_penalty), credit.broadcast()
     )
     return credit.estimator(method.name, credit.add(method, penalty))
-
-
-# Signals that estimators know and this trainer does not make: what is missing.
-UNMADE = {
-    "mc_value": "it takes fresh attempts from every step of an episode, and the environments "
-    "cannot go back to a step",
-    "reward_logp": "it takes a reward model of the policy's size, trained beside the policy "
-    "(jaxcredit.preferences has its loss)",
-}
-
-
-def check_signals(estimator: CreditEstimator) -> None:
-    """Raises ``UserError`` if the method needs a signal that nothing here makes."""
-    for signal in sorted(estimator.needs & UNMADE.keys()):
-        raise UserError(
-            f"credit: {estimator.name} needs {signal}, which training cannot make: "
-            f"{UNMADE[signal]}; use another method, or give the arrays to credit.assign"
-        )
 
 
 def make_optimizer(config: TrainConfig, *, step_heads: bool) -> optax.GradientTransformation:
@@ -93,8 +76,12 @@ def make_optimizer(config: TrainConfig, *, step_heads: bool) -> optax.GradientTr
 
 def prepare(config: TrainConfig) -> Setup:
     """Checks the config and builds what it names; then writes missing games, and nothing else."""
+    if config.engine is not None:
+        raise UserError(
+            f"engine: training cannot play through {config.engine.url}: the server does not get "
+            "the weights that every update changes; set engine=null"
+        )
     estimator = make_estimator(config)
-    check_signals(estimator)
     if "step_graph" in estimator.needs and config.prompt.context != "conversation":
         raise UserError(
             f"credit: {estimator.name} needs step graphs, which need prompt.context=conversation"
@@ -104,6 +91,12 @@ def prepare(config: TrainConfig) -> Setup:
             "rollout: training needs temperature > 0, top_p = 1 and top_k = 0: the update scores "
             "every token under the distribution it was sampled from, without filters"
         )
+    if "token_flow" in estimator.needs:
+        raise UserError(
+            f"credit: {estimator.name} needs token_flow, which no run computes; use "
+            "flowtracer_step, or call jaxcredit.credit.token_flow in a program of your own"
+        )
+    judge = judge_of(config, estimator.needs)
     step_heads = [name for name in STEP_HEADS if name in estimator.needs]
     parts = assemble.build(config, critic="value" in estimator.needs, step_heads=step_heads)
     layers = assemble.step_graph_layers(config.policy, parts.policy.config.num_hidden_layers)
@@ -134,6 +127,7 @@ def prepare(config: TrainConfig) -> Setup:
         optimizer=optimizer,
         update=make_update(policy.evaluate, optimizer, loss),
         tasks=assemble.tasks_of(config.env, "train"),
+        judge=judge,
     )
 
 
@@ -296,8 +290,14 @@ def _evaluate(
     iteration = int(state.iteration)
     rows = [row for row in runs.read_rows(run.evaluations) if row["iteration"] == iteration]
     if not rows:
+        sampler = assemble.make_sampler(
+            setup.parts,
+            state.trainable,
+            setup.config,
+            temperature=setup.config.evaluate.temperature,
+        )
         rows = evaluate.play(
-            setup.parts, state.trainable, pool, setup.config, tasks, iteration=iteration
+            setup.parts.player, sampler, pool, setup.config, tasks, iteration=iteration
         )
         runs.append_rows(run.evaluations, rows)
     evaluate.report(rows, f"after {iteration} iterations")

@@ -23,7 +23,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 # Our name within a layer -> (Hugging Face name, whether the matrix is stored transposed).
-_LAYER = {
+LAYER_TENSORS = {
     "input_norm": ("input_layernorm.weight", False),
     "q": ("self_attn.q_proj.weight", True),
     "q_bias": ("self_attn.q_proj.bias", False),
@@ -31,6 +31,8 @@ _LAYER = {
     "k_bias": ("self_attn.k_proj.bias", False),
     "v": ("self_attn.v_proj.weight", True),
     "v_bias": ("self_attn.v_proj.bias", False),
+    "q_norm": ("self_attn.q_norm.weight", False),
+    "k_norm": ("self_attn.k_norm.weight", False),
     "o": ("self_attn.o_proj.weight", True),
     "post_norm": ("post_attention_layernorm.weight", False),
     "gate": ("mlp.gate_proj.weight", True),
@@ -47,7 +49,7 @@ _TOP = {
 def load_policy(
     folder: str | os.PathLike[str], dtype: Any = jnp.float32
 ) -> tuple[QwenConfig, Params]:
-    """Reads a Qwen2.5 policy.
+    """Reads a Qwen2.5 or Qwen3 policy.
 
     Args:
       folder: holds config.json, model.safetensors or its sharded index, and optionally
@@ -76,7 +78,8 @@ def load_policy(
         }
         params["layers"] = {
             name: _stacked(read, hf, flip, specs["layers"][name].shape, dtype)
-            for name, (hf, flip) in _LAYER.items()
+            for name, (hf, flip) in LAYER_TENSORS.items()
+            if name in specs["layers"]
         }
     return config, params
 
@@ -89,11 +92,18 @@ def load_config(folder: str | os.PathLike[str]) -> QwenConfig:
             f"policy folder {folder} does not exist; give a Hugging Face folder"
         )
     hf = _read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        extra = token_ids(_read_json(generation).get("eos_token_id"))
-        hf["eos_token_id"] = list(dict.fromkeys((*token_ids(hf.get("eos_token_id")), *extra)))
+    hf["eos_token_id"] = list(stop_ids(folder))
     return QwenConfig.from_hf(hf)
+
+
+def stop_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Every end-of-message id of config.json and generation_config.json, of any architecture.
+
+    A file that is missing names none.
+    """
+    paths = [Path(folder) / name for name in ("config.json", "generation_config.json")]
+    found = [token_ids(_read_json(p).get("eos_token_id")) for p in paths if p.is_file()]
+    return tuple(dict.fromkeys(token for ids in found for token in ids))
 
 
 def save_policy(
@@ -144,16 +154,15 @@ def save_policy(
                 raise ValueError(f"{name} has shape {value.shape}; config implies {shape}")
             content[name] = np.ascontiguousarray(value)
             weight_map[name] = file
-        save_file(content, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(folder.stat().st_mode & 0o666)  # it writes for the owner alone
+        write_tensors(folder / file, content)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-        _write_json(folder / _INDEX, index)
-    _write_json(folder / "config.json", {**config.to_hf(), "dtype": stored.name})
+        write_json(folder / _INDEX, index)
+    write_json(folder / "config.json", {**config.to_hf(), "dtype": stored.name})
     eos = list(config.eos_token_ids)
     generation = {"eos_token_id": eos, "pad_token_id": config.pad_token_id}
     if eos:
-        _write_json(folder / "generation_config.json", generation)
+        write_json(folder / "generation_config.json", generation)
 
 
 Pick = Callable[[Params], np.ndarray]
@@ -167,7 +176,9 @@ def _hf_tensors(config: QwenConfig) -> Iterator[tuple[str, tuple[int, ...], Pick
             shape = specs[name].shape
             yield hf, shape[::-1] if flip else shape, partial(_pick_top, name, flip)
     for layer in range(config.num_hidden_layers):
-        for name, (hf, flip) in _LAYER.items():
+        for name, (hf, flip) in LAYER_TENSORS.items():
+            if name not in specs["layers"]:
+                continue
             shape = specs["layers"][name].shape[1:]
             yield (
                 f"model.layers.{layer}.{hf}",
@@ -275,7 +286,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """One safetensors file, as readable as its folder."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)  # the library writes for the owner alone
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Qwen2.5 forward pass: stacked layers under one scan, built from pieces a cached decoder reuses.
+"""Qwen2.5 and Qwen3 forward pass: stacked layers under one scan, in pieces for a cached decoder.
 
     x   = embed(tokens)
     x  += attention(rms_norm(x)) ;  x += mlp(rms_norm(x))      L times
@@ -78,10 +78,17 @@ def project_qkv(
     positions: Int[Array, "B T"],
     adapters_layer: Adapters | None = None,
 ) -> tuple[Float[Array, "B T H h"], Float[Array, "B T G h"], Float[Array, "B T G h"]]:
-    """Rotated queries, rotated keys and values of the *normalised* input x, one layer's weights."""
+    """Rotated queries, rotated keys and values of the *normalised* input x, one layer's weights.
+
+    Qwen3 puts a root-mean-square norm over each head's h channels between projection and rotation
+    (Qwen3 Technical Report, arXiv 2505.09388, Section 2).
+    """
     with jax.named_scope("qkv"):
         heads = (*x.shape[:-1], -1, config.head_dim)
         q, k, v = (project(layer, name, x, adapters_layer).reshape(heads) for name in "qkv")
+        if config.family.qk_norm:
+            q = rms_norm(q, layer["q_norm"], config.rms_norm_eps)
+            k = rms_norm(k, layer["k_norm"], config.rms_norm_eps)
         q = rope(q, positions, config.rope_theta)
         return q, rope(k, positions, config.rope_theta), v
 

@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import Trial
+from oracles import Result, Trial
 
 from jaxcredit.credit import CreditEstimator, make
 from jaxcredit.episodes import Credit, EpisodeBatch, Kind, Signals
 
 LAYERS = 3
-# Signal name -> the trial's name for it.
-TOKEN_SIGNALS = {name: name for name in ("value", "logp", "entropy", "reward_logp", "token_flow")}
-STEP_SIGNALS = {
+TOKEN_SIGNALS = ("value", "logp", "entropy", "reward_logp", "token_flow")
+STEP_SIGNALS = {  # signal -> the trial's name for it
     "hindsight_logp": "hindsight",
     "q_value": "q_value",
     "v_value": "v_value",
@@ -92,6 +91,8 @@ def random_trial(
         promise=rng.random(n).tolist(),
         judge=rng.integers(-1, 2, n).tolist(),
         graph=graph,
+        # A stream of its own leaves the other draws as they are.
+        behaviour=[(-3 * rng.spawn(1)[0].random(len(flags))).tolist() for flags in tokens],
         weight=float(rng.random() < 0.85),
     )
 
@@ -151,8 +152,9 @@ def _fill(trials: list[Trial], shape: Shape, rows: list, junk: float) -> Packed:
                 place[i, k, j] = (b, t)
                 trainable[b, t] = trials[i].tokens[k][j]
                 if trainable[b, t] and trials[i].weight > 0:
-                    for name, own in TOKEN_SIGNALS.items():
-                        token[name][b, t] = getattr(trials[i], own)[k][j]
+                    token["behaviour"][b, t] = trials[i].behaviour[k][j]
+                    for name in TOKEN_SIGNALS:
+                        token[name][b, t] = getattr(trials[i], name)[k][j]
             elif what == Kind.OBSERVATION:
                 trainable[b, t] = True  # the kind alone must keep it out
 
@@ -256,3 +258,15 @@ def run(name: str | CreditEstimator, packed: Packed) -> Credit:
     """Credit under fresh state: compiled for a name, op by op for an estimator."""
     method, estimate = jitted(name) if isinstance(name, str) else (name, name.estimate)
     return estimate(packed.batch, packed.signals, method.init())[0]
+
+
+def credit_of(method: CreditEstimator, packed: Packed) -> Credit:
+    """Credit under fresh state, compiled for this batch."""
+    return jax.jit(method.estimate)(packed.batch, packed.signals, method.init())[0]
+
+
+def agrees(method: CreditEstimator, trials: list[Trial], expected: Result, seed: int = 0) -> None:
+    """Fails unless the token advantages are the oracle's within 1e-5."""
+    packed = pack(trials, seed=seed)
+    got = flatten(nested(trials, packed, credit_of(method, packed).token_advantage))
+    np.testing.assert_allclose(got, flatten(expected.advantage), rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 
 import numpy as np
+import oracles_paper
 
 EPS = 1e-6
 
@@ -43,6 +44,7 @@ class Trial:
     promise: list[float]
     judge: list[int]
     graph: np.ndarray
+    behaviour: list[list[float]]
     weight: float = 1.0
 
     @property
@@ -52,12 +54,16 @@ class Trial:
 
 @dataclasses.dataclass
 class Result:
-    """Per episode: step rewards, per-token advantages nested by step, per-token targets, and
-    per-step targets of learned signals."""
+    """Per episode: step rewards, then per-token advantages, targets and weights nested by step.
+
+    ``weight`` is None if every trained token of a counted episode weighs 1. ``step_target`` has
+    the per-step targets of each learned signal.
+    """
 
     step_reward: list[list[float]]
     advantage: list[list[list[float]]]
     target: list[list[list[float]]] | None = None
+    weight: list[list[list[float]]] | None = None
     step_target: dict[str, list] | None = None
 
 
@@ -382,6 +388,7 @@ ORACLES = {
     "linear": linear,
     "procredit": procredit,
     "relace": relace,
+    **oracles_paper.ORACLES,
 }
 
 from oracles_groups import ORACLES as GROUPS  # noqa: E402 (they use the helpers above)

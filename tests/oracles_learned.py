@@ -70,7 +70,9 @@ def token_critic(
     trials: list[Trial], rewards: list, between: float, inside: float, step_target=None
 ) -> Result:
     advantage, target = critic_pass(trials, rewards, between, inside, 0.95)
-    return Result(masked(trials, rewards), whiten(trials, advantage), target, step_target)
+    return Result(
+        masked(trials, rewards), whiten(trials, advantage), target, step_target=step_target
+    )
 
 
 def poad(trials: list[Trial], gamma: float = 0.95) -> Result:

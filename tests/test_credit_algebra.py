@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from credit_cases import (
+    credit_of,
     low_effort_compilation,  # noqa: F401
     pack,
     random_trials,
@@ -47,10 +48,6 @@ from jaxcredit.credit import (
 )
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-def credit_of(method, packed):
-    return jax.jit(method.estimate)(packed.batch, packed.signals, method.init())[0]
 
 
 def test_add_and_scale_are_linear_in_advantages():

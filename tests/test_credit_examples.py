@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from credit_cases import (
+    credit_of,
     low_effort_compilation,  # noqa: F401
     nested,
     pack,
@@ -37,10 +38,6 @@ from jaxcredit.credit import (
 )
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-def credit_of(method, packed):
-    return jax.jit(method.estimate)(packed.batch, packed.signals, method.init())[0]
 
 
 # ProCredit's worked example: three checks, three attempts at one task.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
-import oracles
 import oracles_groups
 import pytest
 from credit_cases import (
-    flatten,
+    agrees,
+    credit_of,
     low_effort_compilation,  # noqa: F401
-    nested,
     pack,
     random_trials,
     run,
@@ -52,16 +50,6 @@ THREE = {
     "n_steps": np.full(3, 2),
     "state": np.array([[0, 1], [2, 1], [0, 1]]),
 }
-
-
-def credit_of(method, packed):
-    return jax.jit(method.estimate)(packed.batch, packed.signals, method.init())[0]
-
-
-def agrees(method, trials, expected: oracles.Result, seed: int = 0) -> None:
-    packed = pack(trials, seed=seed)
-    got = flatten(nested(trials, packed, credit_of(method, packed).token_advantage))
-    np.testing.assert_allclose(got, flatten(expected.advantage), **CLOSE)
 
 
 # Episodes compared.

@@ -11,9 +11,9 @@ import oracles_groups
 import pytest
 from credit_cases import (
     Shape,
-    flatten,
+    agrees,
+    credit_of,
     low_effort_compilation,  # noqa: F401
-    nested,
     pack,
     random_trial,
     random_trials,
@@ -38,16 +38,6 @@ from jaxcredit.credit import (
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 HAND = {"rtol": 1e-4, "atol": 2e-5}  # numbers below are typed with five digits
-
-
-def credit_of(method, packed):
-    return jax.jit(method.estimate)(packed.batch, packed.signals, method.init())[0]
-
-
-def agrees(method, trials, expected: oracles.Result, seed: int = 0) -> None:
-    packed = pack(trials, seed=seed)
-    got = flatten(nested(trials, packed, credit_of(method, packed).token_advantage))
-    np.testing.assert_allclose(got, flatten(expected.advantage), **CLOSE)
 
 
 # GraphGPO.

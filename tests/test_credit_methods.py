@@ -28,6 +28,9 @@ def check(credit, trials: list[oracles.Trial], packed: Packed, expected: oracles
     np.testing.assert_allclose(advantage, flatten(expected.advantage), **TOLERANCE)
     rewards = [np.asarray(credit.step_reward)[i, : t.n].tolist() for i, t in enumerate(trials)]
     np.testing.assert_allclose(flatten(rewards), flatten(expected.step_reward), **TOLERANCE)
+    weight = expected.weight or oracles.spread_over_tokens(trials, [[1.0] * t.n for t in trials])
+    found = flatten(nested(trials, packed, credit.token_weight))
+    np.testing.assert_allclose(found, flatten(weight), **TOLERANCE)
     if expected.target is None:
         assert credit.token_target is None
     else:

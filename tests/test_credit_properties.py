@@ -25,6 +25,9 @@ from oracles import Trial
 from jaxcredit.credit import METHODS, make
 from jaxcredit.episodes import Credit
 
+# Methods that compare discounted returns over all steps of a task: an early step and a late one
+# differ, so only episodes of one step are alike.
+AGE_COUNTS = {"hcapo"}
 every_method = pytest.mark.parametrize("name", sorted(METHODS))
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -65,6 +68,7 @@ def plain_trial(task: int, n: int, outcome: float = 0.1, gamma: float = 1.0) -> 
         predicted_return=[0.0] * (n - 1) + [outcome],
         predicted_progress=[outcome / n] * n,
         promise=[0.0] * n,
+        judge=[0] * n,
     )
 
 
@@ -129,7 +133,10 @@ def test_credit_lies_on_trainable_action_tokens_of_counted_steps_only(name: str)
     earns = np.zeros(packed.batch.tokens.shape, bool)
     for (i, k, j), (b, t) in packed.place.items():
         earns[b, t] = trials[i].tokens[k][j] and trials[i].weight > 0
-    np.testing.assert_array_equal(np.asarray(credit.token_weight), earns)
+    weight = np.asarray(credit.token_weight)
+    assert not weight[~earns].any()
+    if "token_weight" not in make(name).stage.writes:
+        np.testing.assert_array_equal(weight, earns)
     assert not np.asarray(credit.token_advantage)[~earns].any()
     counted = np.zeros(packed.batch.step_mask.shape, bool)
     for i, trial in enumerate(trials):
@@ -189,8 +196,8 @@ OUTCOME_ALONE = {"empg": {"zeta": 0.0}}
 @pytest.mark.parametrize("outcome", [0.1, 0.0, 1.0])
 def test_groups_without_spread_give_exactly_zero(name: str, outcome: float):
     # Three times 0.1 has a mean that is not 0.1 in floats: the test is of more than x - x.
-    gamma = DISCOUNT.get(name, 1.0)
-    trials = [plain_trial(task, 4, outcome, gamma) for task in (5, 5, 5, 8, 8, 8, 8)]
+    n, gamma = 1 if name in AGE_COUNTS else 4, DISCOUNT.get(name, 1.0)
+    trials = [plain_trial(task, n, outcome, gamma) for task in (5, 5, 5, 8, 8, 8, 8)]
     packed = pack(trials)
     if name in OUTCOME_ALONE:
         method = make(name, **OUTCOME_ALONE[name])

@@ -72,6 +72,19 @@ def test_operational_keys_and_the_folders_place_may_change(tmp_path: Path) -> No
     assert open_run(changed, tmp_path / "b").resumed
 
 
+def test_a_key_that_is_younger_than_the_run_may_be_off_but_not_on(tmp_path: Path) -> None:
+    open_run(config(tmp_path / "a"), tmp_path / "a").close()
+    stored = tmp_path / "a" / "config.yaml"
+    text = stored.read_text(encoding="utf-8")
+    stored.write_text(text.replace("judge: null\n", ""), encoding="utf-8")
+    check_same_run(config(tmp_path / "a"), stored)
+    asks = config(tmp_path / "a", judge={"url": "http://host/v1", "model": "wise"})
+    with pytest.raises(UserError, match=r'judge\.model: \(absent\), the config now says "wise"'):
+        check_same_run(asks, stored)
+    with pytest.raises(UserError, match=r"credit\.std: \(absent\), the config now says null"):
+        check_same_run(config(tmp_path / "a", credit={"method": "grpo", "std": None}), stored)
+
+
 def test_a_free_section_may_differ(tmp_path: Path) -> None:
     open_run(config(tmp_path / "a"), tmp_path / "a").close()
     stored = tmp_path / "a" / "config.yaml"

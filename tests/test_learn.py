@@ -134,6 +134,16 @@ def test_entropy_and_reference_reach_an_estimator_that_needs_them() -> None:
     setup.estimator.estimate(BATCH, signals, setup.estimator.init())
 
 
+def test_the_judges_scores_reach_an_estimator_that_needs_them() -> None:
+    config = config_of(loss={"old_logp": "sampler", "kl": 0.0})
+    setup = setup_of(config, credit.make("tarl"), judge=lambda turns, goal: [1] * len(turns))
+    signals = signals_for(setup, state_of(setup.parts.trainable), EPISODES, BATCH)
+    np.testing.assert_array_equal(signals.judge_score, BATCH.step_mask)
+    found, _ = setup.estimator.estimate(BATCH, signals, setup.estimator.init())
+    earned = np.asarray(found.step_reward).sum(axis=1) - BATCH.outcome
+    np.testing.assert_allclose(earned, 0.5, atol=1e-6)
+
+
 @pytest.mark.parametrize("old_logp", ["trainer", "sampler"])
 def test_the_ratio_starts_from_the_configured_log_probabilities(old_logp: str) -> None:
     given = []
@@ -185,13 +195,28 @@ def test_a_layer_that_does_not_exist_is_refused_before_anything_is_written(tmp_p
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("tarl", "judge: credit method tarl needs judge_score.*add judge"),
+        ("flowtracer", "credit: flowtracer needs token_flow, which no run computes"),
+    ],
+)
+def test_a_signal_that_nobody_makes_is_refused_before_anything_is_written(
+    tmp_path, method: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train.prepare(config_of(tmp_path, credit=method))
+    assert not any(tmp_path.iterdir())
+
+
 def test_settings_reach_the_parts(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(games, "ensure", lambda env: None)
     monkeypatch.setattr(assemble, "tasks_of", lambda env, split: ())
     monkeypatch.setattr(train, "make_estimator", lambda config: method_needing("entropy"))
     rollout = {"end_on_format_error": True, "max_response_tokens": 7}
     setup = train.prepare(config_of(tmp_path, rollout=rollout))
-    assert setup.parts.policy.entropy
+    assert setup.parts.policy.entropy and setup.judge is None
     limits = setup.parts.player.limits
     assert (limits.end_on_format_error, limits.max_response) == (True, 7)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,13 +36,15 @@ CONFIG = QwenConfig(
 )
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
 @pytest.mark.parametrize(
     ("data", "tensor", "context"), [(2, 2, 2), pytest.param(4, 2, 1, marks=pytest.mark.slow)]
 )
-def test_mesh_equals_one_device(data, tensor, context):
+def test_mesh_equals_one_device(model_type, data, tensor, context):
     B, T, K = 4, 32, 3
-    params = jax.jit(lambda k: init_params(CONFIG, k))(jax.random.key(0))
-    adapters = lora.init_adapters(CONFIG, jax.random.key(1), 2, 4.0)
+    config = dataclasses.replace(CONFIG, model_type=model_type)
+    params = jax.jit(lambda k: init_params(config, k))(jax.random.key(0))
+    adapters = lora.init_adapters(config, jax.random.key(1), 2, 4.0)
     adapters = jax.tree.map(lambda x: x + 0.05, adapters)
     tokens = jax.random.randint(jax.random.key(2), (B, T), 0, 64)
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
@@ -50,10 +54,10 @@ def test_mesh_equals_one_device(data, tensor, context):
 
     def loss(adapters, params, tokens, positions, segments, capture):
         hidden, graph = qwen.forward(
-            params, CONFIG, tokens, positions, segments, adapters=adapters, capture=capture
+            params, config, tokens, positions, segments, adapters=adapters, capture=capture
         )
         logp, _ = token_logprobs(
-            params, CONFIG, hidden, tokens, mask=(step >= 0) & (segments > 0), chunk=32
+            params, config, hidden, tokens, mask=(step >= 0) & (segments > 0), chunk=32
         )
         return jnp.sum(jnp.sin(logp)), (hidden, graph, logp)
 
@@ -62,12 +66,12 @@ def test_mesh_equals_one_device(data, tensor, context):
 
     mesh = make_mesh(data, tensor, context)
     rows = batch_sharding(mesh)
-    specs = lora.adapter_specs(CONFIG, 2)
+    specs = lora.adapter_specs(config, 2)
     placed = (
         adapters.replace(
-            weights=jax.device_put(adapters.weights, tree_shardings(specs, CONFIG, mesh))
+            weights=jax.device_put(adapters.weights, tree_shardings(specs, config, mesh))
         ),
-        jax.device_put(params, param_shardings(CONFIG, mesh)),
+        jax.device_put(params, param_shardings(config, mesh)),
         *(jax.device_put(x, rows) for x in (tokens, positions, segments)),
         jax.tree.map(lambda x: jax.device_put(x, rows), capture),
     )

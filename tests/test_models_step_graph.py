@@ -49,7 +49,7 @@ def capture_of(rows, layers, K):
     return Capture(layers=layers, n_steps=K, action_step=action, observation_step=observation)
 
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("name", ["tied", "untied", "qwen3"])
 @pytest.mark.parametrize("implementation", ["chunked", "xla"])
 def test_graph_equals_recorded_attention(name, implementation):
     config, params = hf.load_policy(GOLDEN / name)

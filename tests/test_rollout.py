@@ -187,6 +187,22 @@ def test_statuses_and_step_tables():
             assert all(s.action is None for s in failed.steps)
 
 
+@pytest.mark.parametrize("context", ["conversation", "window"])
+def test_an_episode_keeps_its_goal_and_what_was_shown(context):
+    def reply(group, replica, turn):
+        return ("no action" if turn == 1 else "<action> go up </action>"), "stop"
+
+    prompt = dataclasses.replace(PROMPT, context=context)
+    (episode,), _ = collect(reply, jobs_for(2), prompt=prompt)
+    assert episode.goal == "reach floor 2"
+    assert [step.observation for step in episode.steps] == [
+        "You are at floor 0.",
+        "You are at floor 1.",
+        "Nothing happens.",  # the reminder
+    ]
+    assert episode.final_observation == "You are at floor 2."
+
+
 def test_a_format_error_can_end_the_episode():
     limits = dataclasses.replace(LIMITS, end_on_format_error=True)
     (episode,), _ = collect(lambda *a: ("up", "stop"), jobs_for(3), limits=limits)

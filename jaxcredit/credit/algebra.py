@@ -27,7 +27,9 @@ from jaxcredit.episodes import SIGNAL_AXES, Credit, EpisodeBatch, Signals
 PRODUCTS = ("step_reward", "step_return", "step_advantage", "token_reward", "token_advantage")
 SIDE_PRODUCTS = ("token_weight", "token_target", "step_target")
 SIGNALS = tuple(SIGNAL_AXES)
-TABLES = ("success", "state", "action", "action_valid", "progress", "step_reward")
+TABLES = ("success", "state", "action", "action_valid", "progress", "step_reward", "behaviour_logp")
+STARTED = frozenset({"token_weight"})
+"""Fields that are worth reading before any stage wrote them."""
 
 
 @struct.dataclass
@@ -264,7 +266,7 @@ def estimator(name: str, *stages: Stage | CreditEstimator) -> CreditEstimator:
     estimator and signal, if a needed signal is absent.
     """
     body = chain(*stages)
-    for field in sorted(body.reads):
+    for field in sorted(body.reads - STARTED):
         raise ValueError(
             f"estimator {name!r}: stage {_reader(body, field)!r} reads {field}, "
             "which no stage before it writes"

@@ -28,6 +28,7 @@ def assign(
     action_valid: Any = None,
     progress: Any = None,
     step_reward: Any = None,
+    behaviour_logp: Any = None,
     **signals: Any,
 ) -> Credit:
     """Credit of N episodes of up to K steps, from NumPy or JAX arrays.
@@ -44,6 +45,7 @@ def assign(
       action_valid: [N, K] bool, whether the environment accepted the action; all, if left out.
       progress: [N, K + 1], fraction of checks passed before the first and after each step.
       step_reward: [N, K], the outcome not included.
+      behaviour_logp: [N, K], log-probabilities under the policy that sampled.
       signals: what a model said, by the names and shapes of ``Signals``; what is [B, T] there is
         [N, K] here, a mean over the step's tokens: logp, value, step_graph, ...
 
@@ -60,6 +62,7 @@ def assign(
         "action": action,
         "progress": progress,
         "step_reward": step_reward,
+        "behaviour_logp": behaviour_logp,
         **signals,
     }
     for need in sorted(chosen.needs - {"action_valid"}):
@@ -100,7 +103,7 @@ def _batch(
         episode=jnp.where(valid, rows, -1),
         position=columns,
         segment=whole,
-        behaviour_logp=zero,
+        behaviour_logp=given.get("behaviour_logp", zero).astype(float),
         trainable=valid,
         step_mask=valid,
         step_reward=given.get("step_reward", zero).astype(float),

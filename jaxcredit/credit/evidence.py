@@ -84,7 +84,6 @@ def _steps(
     batch: EpisodeBatch, flow: Flow
 ) -> tuple[Float[Array, " M"], Bool[Array, " M"], list[Int[Array, " M"]], Int[Array, " M"]]:
     """Of all M = N K steps: the return, whether it counts, the keys of its state, its action."""
-    task = jnp.broadcast_to(batch.task[:, None], batch.step_mask.shape)
-    state = [task.reshape(-1), batch.state.reshape(-1)]
+    state = [masks.task_of_step(batch).reshape(-1), batch.state.reshape(-1)]
     value, mask = flow.step_return.reshape(-1), masks.valid_steps(batch).reshape(-1)
     return value, mask, state, batch.action.reshape(-1)

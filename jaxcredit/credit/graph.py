@@ -35,7 +35,7 @@ def goal_distance(batch: EpisodeBatch) -> GoalDistance:
     shape = batch.step_mask.shape
     size = batch.step_mask.size
     valid, last = masks.valid_steps(batch), masks.last_step(batch)
-    task = jnp.broadcast_to(batch.task[:, None], shape).reshape(-1)
+    task = masks.task_of_step(batch).reshape(-1)
     node = segments.dense_ids([task, batch.state.reshape(-1)]).reshape(shape)
     following = jnp.roll(node, -1, axis=1)
 

@@ -25,7 +25,8 @@ def group_normalise(
     """A = (x - mean_group) / (std_group + eps).
 
     Args:
-      by: ("task",), or ("task", "state") for the anchor states of one task.
+      by: ("task",), ("task", "state") for the anchor states of one task, or ("task", "progress")
+        for equal progress before the step.
       over: "episodes" compares scores S_i = sum_k r_k, one per episode (every step of the
         episode gets the same number); "steps" compares step returns G_k.
       std: "sample" (n - 1), "population" (n), or None for the mean alone.
@@ -36,13 +37,13 @@ def group_normalise(
     A group of one, and a group without spread (see ``segments.FLAT``), gives exactly 0.
     Episodes of weight 0 and padding belong to no group.
     """
-    choice("by", tuple(by), (("task",), ("task", "state")))
+    choice("by", tuple(by), (("task",), ("task", "state"), ("task", "progress")))
     choice("over", over, ("episodes", "steps"))
     choice("std", std, ("sample", "population", None))
-    by_state = "state" in by
-    if by_state and over == "episodes":
+    within = tuple(by)[1:]
+    if within and over == "episodes":
         raise ValueError(
-            'group_normalise: by=("task", "state") needs over="steps", an episode has no one state'
+            f'group_normalise: by={tuple(by)} needs over="steps", an episode has no one {within[0]}'
         )
 
     if focal is not None and (
@@ -63,9 +64,12 @@ def group_normalise(
     def steps(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
         shape = batch.step_mask.shape
         mask, value = masks.valid_steps(batch).reshape(-1), flow.step_return.reshape(-1)
-        keys = [jnp.broadcast_to(batch.task[:, None], shape).reshape(-1)]
-        if by_state:
+        keys = [masks.task_of_step(batch).reshape(-1)]
+        if "state" in within:
             keys.append(batch.state.reshape(-1))
+        if "progress" in within:
+            # Fractions as ids: m / n differ by far more than a millionth.
+            keys.append(jnp.rint(1e6 * batch.progress[:, :-1]).astype(jnp.int32).reshape(-1))
         stats = segments.group(value, mask, keys)
         if focal is not None:
             flow, _ = focal.apply(batch, signals, flow, focal.init())
@@ -73,7 +77,7 @@ def group_normalise(
         out = segments.standardise(value, mask, stats, std, eps).reshape(shape)
         return replace(flow, step_advantage=out).note(**_flat(stats, mask, "steps"))
 
-    needs = ({"state"} if by_state else set()) | (focal.needs if focal else set())
+    needs = frozenset(within) | (focal.needs if focal else frozenset())
     return stage(
         f"group_normalise({over} by {'+'.join(by)})",
         episodes if over == "episodes" else steps,

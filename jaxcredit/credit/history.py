@@ -44,7 +44,7 @@ def history_normalise(
         shape = batch.step_mask.shape
         place = jnp.arange(shape[1])
         value = flow.step_return.reshape(-1)
-        keys = [jnp.broadcast_to(batch.task[:, None], shape).reshape(-1)]
+        keys = [masks.task_of_step(batch).reshape(-1)]
         total, weights = jnp.zeros(shape), jnp.zeros(shape)
         for m in range(1, c + 2):
             keys.append(_earlier(batch.state, m - 1).reshape(-1))

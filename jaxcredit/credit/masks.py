@@ -34,6 +34,16 @@ def last_step(batch: EpisodeBatch) -> Bool[Array, "N K"]:
     return valid & ~following
 
 
+def refused_steps(batch: EpisodeBatch) -> Bool[Array, "N K"]:
+    """Valid steps whose action the environment did not accept."""
+    return valid_steps(batch) & ~batch.action_valid
+
+
+def task_of_step(batch: EpisodeBatch) -> Int[Array, "N K"]:
+    """The task of every step, padding included."""
+    return jnp.broadcast_to(batch.task[:, None], batch.step_mask.shape)
+
+
 def action_tokens(batch: EpisodeBatch) -> Bool[Array, "B T"]:
     """Trainable ACTION tokens of valid steps: the only tokens that get credit."""
     known = (batch.episode >= 0) & (batch.step >= 0)
@@ -112,6 +122,7 @@ def clean(batch: EpisodeBatch, signals: Signals) -> tuple[EpisodeBatch, Signals]
         success=batch.success & episode,
         n_steps=step.sum(axis=1),
         weight=episode.astype(batch.weight.dtype),
+        behaviour_logp=keep(token, batch.behaviour_logp),
         trainable=token,
         episode=jnp.where(token, batch.episode, -1),
         step=jnp.where(token, batch.step, -1),

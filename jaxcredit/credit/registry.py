@@ -15,6 +15,7 @@ METHODS: dict[str, Callable[..., CreditEstimator]] = {
     "grpo": methods.grpo,
     "gigpo": methods.gigpo,
     "attnsr": methods.attnsr,
+    "attnsr_async": methods.attnsr_async,
     "attnsr_grpo": methods.attnsr_grpo,
     "linear": methods.linear,
     "procredit": methods.procredit,
@@ -36,6 +37,10 @@ METHODS: dict[str, Callable[..., CreditEstimator]] = {
     "spa_rl": methods.spa_rl,
     "istar": methods.istar,
     "agentprm": methods.agentprm,
+    "hcapo": methods.hcapo,
+    "flowtracer": methods.flowtracer,
+    "flowtracer_step": methods.flowtracer_step,
+    "tarl": methods.tarl,
 }
 
 

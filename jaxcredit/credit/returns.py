@@ -68,13 +68,14 @@ def hindsight_ratio(
 
     u_k = pH_k / (p_k + eps), p_k = exp(mean token log-probability / tau) in the original
     context, pH_k the same in the outcome-augmented one; the mean of u runs over the
-    episode's steps (RELACE, Eqs. 2-6). ``weight="score"`` is the paper's ablation without
-    the original-context denominator, Q_k <- pH_k Q_k (Table 2). The paper does not print eps.
+    episode's steps (RELACE, Eqs. 2-6). The paper does not print eps. Other weights:
+    "score" is its ablation without the original-context denominator, Q_k <- pH_k Q_k (Table 2);
+    "relative" is HCAPO's, u_k = pH_k.
     """
     positive("tau", tau)
     between("low", low, 0.0, 1.0)
     between("high", high, 1.0, float("inf"))
-    choice("weight", weight, ("ratio", "score"))
+    choice("weight", weight, ("ratio", "score", "relative"))
 
     def apply(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
         valid = masks.valid_steps(batch)
@@ -83,9 +84,10 @@ def hindsight_ratio(
         if weight == "ratio":
             assert signals.logp is not None
             p = jnp.exp(masks.step_mean(batch, signals.logp) / tau)
-            u = rho / (p + eps)
-            mean = u.sum(axis=1, keepdims=True) / jnp.maximum(valid.sum(axis=1, keepdims=True), 1)
-            rho = jnp.where(valid, jnp.clip(u / (mean + eps), low, high), 0.0)
+            rho = rho / (p + eps)
+        if weight != "score":
+            mean = rho.sum(axis=1, keepdims=True) / jnp.maximum(valid.sum(axis=1, keepdims=True), 1)
+            rho = jnp.where(valid, jnp.clip(rho / (mean + eps), low, high), 0.0)
         used = rho.sum() / jnp.maximum(valid.sum(), 1)
         return replace(flow, step_return=rho * flow.step_return).note(hindsight_weight=used)
 

@@ -59,6 +59,26 @@ def overlong_penalty(max_tokens: float, buffer: float) -> Stage:
     return stage("overlong_penalty", apply, writes=["step_reward"])
 
 
+def judge_reward(c: float = 0.5) -> Stage:
+    """r_k = c j_k / K, j_k in {-1, 0, 1} a judge's score of step k (TARL).
+
+    Of the scores below 0 only the episode's first counts. Scores are clipped to [-1, 1], so the
+    rewards of an episode sum to at most c in size.
+    """
+    positive("c", c)
+
+    def apply(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
+        assert signals.judge_score is not None
+        valid = masks.valid_steps(batch)
+        score = jnp.clip(signals.judge_score, -1.0, 1.0)
+        bad = valid & (score < 0)
+        score = jnp.where(bad & (jnp.cumsum(bad, axis=1) > 1), 0.0, score)
+        steps = jnp.maximum(valid.sum(axis=1, keepdims=True), 1)
+        return replace(flow, step_reward=jnp.where(valid, c * score / steps, 0.0))
+
+    return stage("judge_reward", apply, needs=["judge_score"], writes=["step_reward"])
+
+
 def task_reward(rewards: str) -> Stage:
     """The reward a method is run on: "outcome" alone, or "outcome+steps"."""
     choice("rewards", rewards, ("outcome", "outcome+steps"))
@@ -76,7 +96,7 @@ def invalid_action_penalty(penalty: float = 0.1) -> Stage:
     """
 
     def apply(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
-        refused = masks.valid_steps(batch) & ~batch.action_valid
-        return replace(flow, step_advantage=jnp.where(refused, -penalty, 0.0))
+        fine = jnp.where(masks.refused_steps(batch), -penalty, 0.0)
+        return replace(flow, step_advantage=fine)
 
     return stage("invalid_action_penalty", apply, writes=["step_advantage"])

@@ -35,8 +35,8 @@ def row_penalty(penalty: float = 0.1) -> Stage:
     nonnegative("penalty", penalty)
 
     def apply(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
-        refused = masks.valid_steps(batch) & ~batch.action_valid
-        return replace(flow, step_return=flow.step_return - jnp.where(refused, penalty, 0.0))
+        fine = jnp.where(masks.refused_steps(batch), penalty, 0.0)
+        return replace(flow, step_return=flow.step_return - fine)
 
     fields = ["step_return"]
     return stage("row_penalty", apply, needs=["action_valid"], reads=fields, writes=fields)
@@ -53,8 +53,7 @@ def row_normalise(*, std: str | None = "sample", eps: float = 1e-6) -> Stage:
     def apply(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
         shape = batch.step_mask.shape
         mask, x = masks.valid_steps(batch).reshape(-1), flow.step_return.reshape(-1)
-        task = jnp.broadcast_to(batch.task[:, None], shape).reshape(-1)
-        stats = segments.group(x, mask, [task])
+        stats = segments.group(x, mask, [masks.task_of_step(batch).reshape(-1)])
         several = segments.standardise(x, mask, stats, std, eps)
         one = x if std is None else x / (1.0 + eps)
         out = jnp.where(mask & (stats.count == 1), one, several).reshape(shape)

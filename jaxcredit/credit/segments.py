@@ -7,6 +7,7 @@ and a few segment reductions, never M x M.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -87,3 +88,24 @@ def standardise(
     n = stats.count - 1.0 if std == "sample" else stats.count
     sigma = jnp.sqrt(stats.squares / jnp.maximum(n, 1.0))
     return jnp.where(use, centred / jnp.where(use, sigma + eps, 1.0), 0.0)
+
+
+def largest(
+    x: Float[Array, " M"],
+    mask: Bool[Array, " M"],
+    ids: Int[Array, " M"],
+    order: Int[Array, " M"],
+    share: Fraction,
+) -> Bool[Array, " M"]:
+    """The ceil(share n) largest of each group's n items; lower ``order`` first among equals.
+
+    Items outside ``mask`` belong to no group.
+    """
+    size = x.shape[0]
+    group_of = jnp.where(mask, dense_ids([ids]), size)
+    by_size = jnp.lexsort((order, jnp.where(mask, -x, 0.0), group_of))
+    where = jnp.arange(size)
+    start = jax.ops.segment_min(where, group_of[by_size], size + 1)[group_of[by_size]]
+    count = jax.ops.segment_sum(mask.astype(jnp.int32), group_of, size + 1)[group_of[by_size]]
+    chosen = (where - start) * share.denominator < count * share.numerator
+    return mask & jnp.zeros(size, bool).at[by_size].set(chosen, unique_indices=True)

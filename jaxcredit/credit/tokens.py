@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxcredit.credit import masks, segments
 from jaxcredit.credit.algebra import Flow, Stage, stage
@@ -68,34 +68,24 @@ def gae(
 
     def apply(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
         assert signals.value is not None
-        n, k = batch.step_mask.shape
-        ids = masks.step_of_token(batch).reshape(-1)
-        order = jnp.argsort(ids, stable=True)
-        ids = ids[order]
-        real, episode = ids < n * k, ids // k
-        value = jnp.where(real, signals.value.reshape(-1)[order], 0.0)
-        reward = flow.token_reward.reshape(-1)[order]
-        goes_on = jnp.append((episode[1:] == episode[:-1]) & real[1:], False)
-        following = jnp.where(goes_on, jnp.roll(value, -1), 0.0)
-        discount = jnp.where(jnp.append(ids[1:] == ids[:-1], False), inner, gamma)
-        delta = jnp.where(real, reward + discount * following - value, 0.0)
+        line = _line(batch)
+        value, reward = line.take(signals.value), line.take(flow.token_reward)
+        following = jnp.where(line.goes_on, jnp.roll(value, -1), 0.0)
+        discount = jnp.where(line.same_step, inner, gamma)
+        delta = jnp.where(line.real, reward + discount * following - value, 0.0)
 
         def advantage(rate: float | str) -> Array:
-            per_token = _rate(batch, rate)[jnp.minimum(episode, n - 1)]
-            return backward_sum(delta, jnp.where(goes_on, discount * per_token, 0.0))
-
-        def back(x: Array) -> Array:
-            flat = jnp.zeros_like(x).at[order].set(x, unique_indices=True)
-            return flat.reshape(batch.tokens.shape)
+            per_token = _rate(batch, rate)[line.episode]
+            return backward_sum(delta, jnp.where(line.goes_on, discount * per_token, 0.0))
 
         actor = advantage(lam)
         critic = actor if critic_lam in (None, lam) else advantage(critic_lam)
-        token_advantage = back(actor)
+        token_advantage = line.put(actor)
         return replace(
             flow,
             token_advantage=token_advantage,
             step_advantage=masks.step_mean(batch, token_advantage),
-            token_target=back(critic + value),
+            token_target=line.put(critic + value),
         )
 
     return stage(
@@ -105,6 +95,57 @@ def gae(
         reads=["token_reward"],
         writes=["token_advantage", "step_advantage", "token_target"],
     )
+
+
+def spread_rewards() -> Stage:
+    """r_u = r_k / n_k on each of the n_k action tokens u of step k."""
+
+    def apply(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
+        share = flow.step_reward / jnp.maximum(masks.token_counts(batch), 1.0)
+        return replace(flow, token_reward=masks.broadcast_steps(batch, share))
+
+    return stage("spread_rewards", apply, reads=["step_reward"], writes=["token_reward"])
+
+
+def token_returns(gamma: float = 1.0) -> Stage:
+    """A_u = sum_{u' >= u} gamma^(u' - u) r_u' over the action tokens of the episode."""
+    between("gamma", gamma, 0.0, 1.0)
+
+    def apply(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
+        line = _line(batch)
+        decay = jnp.where(line.goes_on, gamma, 0.0)
+        returns = line.put(backward_sum(line.take(flow.token_reward), decay))
+        return replace(
+            flow, token_advantage=returns, step_advantage=masks.step_mean(batch, returns)
+        )
+
+    return stage(
+        "token_returns",
+        apply,
+        reads=["token_reward"],
+        writes=["token_advantage", "step_advantage"],
+    )
+
+
+def centre_tokens() -> Stage:
+    """A_u <- A_u - mean over all action tokens of all episodes of the task.
+
+    A task with one action token, or with equal advantages, gives exactly 0.
+    """
+
+    def apply(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
+        mask, x = masks.action_tokens(batch), flow.token_advantage
+        # Tokens outside the mask belong to no episode; they enter no statistic either.
+        task = batch.task[jnp.maximum(batch.episode, 0)]
+        stats = segments.group(x.reshape(-1), mask.reshape(-1), [task.reshape(-1)])
+        centred = segments.standardise(x.reshape(-1), mask.reshape(-1), stats, None, 0.0)
+        centred = centred.reshape(x.shape)
+        return replace(
+            flow, token_advantage=centred, step_advantage=masks.step_mean(batch, centred)
+        )
+
+    fields = ["token_advantage", "step_advantage"]
+    return stage("centre_tokens", apply, reads=fields, writes=fields)
 
 
 def whiten(eps: float = 1e-6) -> Stage:
@@ -136,6 +177,43 @@ def whiten(eps: float = 1e-6) -> Stage:
 
     fields = ["token_advantage", "step_advantage"]
     return stage("whiten", apply, reads=fields, writes=fields)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """All action tokens of the batch in a line: by episode, step and position; others last.
+
+    ``real`` marks action tokens, ``goes_on`` those whose next token is of the same episode,
+    ``same_step`` those whose next token is of the same step.
+    """
+
+    shape: tuple[int, ...]
+    order: Int[Array, " M"]
+    real: Bool[Array, " M"]
+    episode: Int[Array, " M"]
+    goes_on: Bool[Array, " M"]
+    same_step: Bool[Array, " M"]
+
+    def take(self, per_token: Float[Array, "B T"]) -> Float[Array, " M"]:
+        """The numbers of the tokens in line, 0 for the others."""
+        return jnp.where(self.real, per_token.reshape(-1)[self.order], 0.0)
+
+    def put(self, in_line: Float[Array, " M"]) -> Float[Array, "B T"]:
+        """The inverse of ``take``."""
+        flat = jnp.zeros_like(in_line).at[self.order].set(in_line, unique_indices=True)
+        return flat.reshape(self.shape)
+
+
+def _line(batch: EpisodeBatch) -> _Line:
+    n, k = batch.step_mask.shape
+    ids = masks.step_of_token(batch).reshape(-1)
+    order = jnp.argsort(ids, stable=True)
+    ids = ids[order]
+    real, episode = ids < n * k, ids // k
+    goes_on = jnp.append((episode[1:] == episode[:-1]) & real[1:], False)
+    same_step = jnp.append(ids[1:] == ids[:-1], False) & real
+    owner = jnp.minimum(episode, n - 1)
+    return _Line(batch.tokens.shape, order, real, owner, goes_on, same_step)
 
 
 def _rate(batch: EpisodeBatch, lam: float | str) -> Float[Array, " N"]:
