@@ -123,7 +123,11 @@ def make_player(config: TrainConfig | SftConfig) -> Player:
 
 
 def build(
-    config: TrainConfig | SftConfig, *, critic: bool, step_heads: Sequence[str] = ()
+    config: TrainConfig | SftConfig,
+    *,
+    critic: bool,
+    step_heads: Sequence[str] = (),
+    reward_model: bool = False,
 ) -> Parts:
     """Loads the policy and everything that turns text into its tokens.
 
@@ -131,6 +135,7 @@ def build(
       config: the run.
       critic: add a value head.
       step_heads: add a head for each of these signals.
+      reward_model: add a second set of weights that starts as the policy's.
     """
     player = make_player(config)
     chat, tokenizer = player.chat, player.chat.tokenizer
@@ -158,6 +163,8 @@ def build(
         dtype = jnp.dtype(config.policy.dtype)
         trainable, scale = {"adapters": adapters.weights}, adapters.scale
         frozen = {"params": jax.tree.map(lambda x: x.astype(dtype), base)}
+    if reward_model:
+        trainable["reward"] = dict(trainable)
     if critic:
         trainable["value"] = value.init_value_head(sizes)
     if step_heads:
@@ -168,6 +175,7 @@ def build(
         adapter_scale=scale,
         value_head=critic,
         step_heads=tuple(step_heads),
+        reward_model=reward_model,
         dtype=config.policy.dtype,
     )
     return Parts(

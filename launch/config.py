@@ -164,6 +164,7 @@ class RolloutConfig(Section):
 
     tasks_per_iteration: PositiveInt = 16
     group_size: PositiveInt = 8  # episodes per task
+    value_attempts: PositiveInt = 9  # fresh attempts from every step, for vineppo
     slots: PositiveInt = 32  # episodes held by the decoder at once
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off

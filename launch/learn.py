@@ -20,6 +20,7 @@ from jaxcredit.update import MicroBatch, TrainState, Update
 from launch.assemble import Parts
 from launch.config import TrainConfig
 from launch.judge import Judge, judge_scores
+from models.policy import Policy
 from models.score import ScoreConfig, score
 
 
@@ -47,7 +48,7 @@ def signals_for(
     parts, needs = setup.parts, setup.estimator.needs
     policy = dataclasses.replace(parts.policy, entropy="entropy" in needs)
     signals = Signals()
-    said = {"logp", "value", "entropy", *heads.STEP_HEADS}
+    said = {"logp", "value", "entropy", "reward_logp", *heads.STEP_HEADS}
     head = setup.config.loss.old_logp == "trainer" or bool(needs & said)
     if head or "step_graph" in needs:
         signals = score(
@@ -65,7 +66,7 @@ def signals_for(
         other = batching.batch_episodes(
             episodes, max_steps=setup.config.env.max_steps, length_multiple=64, hindsight=True
         )
-        policy = dataclasses.replace(policy, value_head=False, step_heads=(), entropy=False)
+        policy = _plain(policy)
         # A hindsight prompt may be longer than the one it replaces.
         scoring = setup.scoring
         if other.tokens.shape[1] > scoring.buckets[-1]:
@@ -84,12 +85,17 @@ def signals_for(
 def _reference_logp(setup: Setup, batch: EpisodeBatch) -> Array | None:
     """Log-probabilities of the initial policy; with LoRA that is the base without adapters."""
     parts = setup.parts
-    policy = dataclasses.replace(
-        parts.policy, adapter_scale=None, value_head=False, step_heads=(), entropy=False
-    )
+    policy = dataclasses.replace(_plain(parts.policy), adapter_scale=None)
     weights = parts.trainable if parts.policy.adapter_scale is None else parts.frozen
     found = score(policy, {"params": weights["params"]}, None, batch, setup.scoring)
     return found.logp
+
+
+def _plain(policy: Policy) -> Policy:
+    """The policy without what reads its states or stands beside it."""
+    return dataclasses.replace(
+        policy, value_head=False, step_heads=(), reward_model=False, entropy=False
+    )
 
 
 def minibatches(setup: Setup, iteration: int) -> Iterator[np.ndarray]:
@@ -114,6 +120,7 @@ def update_policy(
         "ref_logp": signals.ref_logp,
         "target": found.token_target,
         "old_value": signals.value,
+        "reward_slope": found.reward_slope,
     }
     arrays = {name: np.asarray(x) for name, x in given.items() if x is not None}
     targets = found.step_target or {}

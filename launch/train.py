@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +17,10 @@ from envs.pool import Pool
 from envs.protocol import Task
 from jaxcredit import batching, checkpoint, credit
 from jaxcredit.credit import CreditEstimator
-from jaxcredit.episodes import Episode, EpisodeBatch, Signals, Status
+from jaxcredit.episodes import Episode, EpisodeBatch, Signals, Status, as_fields
 from jaxcredit.heads import STEP_HEADS
 from jaxcredit.update import LossConfig, TrainState, make_update
-from launch import assemble, evaluate, games, metrics, progress, runs
+from launch import assemble, branch, evaluate, games, metrics, progress, runs
 from launch.config import TrainConfig
 from launch.errors import UserError, user_errors
 from launch.judge import judge_of
@@ -42,11 +42,13 @@ def make_estimator(config: TrainConfig) -> CreditEstimator:
     return credit.estimator(method.name, credit.add(method, penalty))
 
 
-def make_optimizer(config: TrainConfig, *, step_heads: bool) -> optax.GradientTransformation:
+def make_optimizer(
+    config: TrainConfig, *, beside: Collection[str] = ()
+) -> optax.GradientTransformation:
     """AdamW with warm-up, schedule and clipping.
 
-    Step heads are clipped by themselves and learn at their own rate: a large gradient of theirs
-    must not shorten the policy's step.
+    What is learned ``beside`` the policy ("heads", "reward") is clipped by itself: a large
+    gradient of theirs must not shorten the policy's step. Step heads have a rate of their own.
     """
     options = config.optimizer
     episodes = config.rollout.tasks_per_iteration * config.rollout.group_size
@@ -66,11 +68,13 @@ def make_optimizer(config: TrainConfig, *, step_heads: bool) -> optax.GradientTr
             ),
         )
 
-    if not step_heads:
-        return adamw(options.learning_rate)
+    policy = adamw(options.learning_rate)
+    if not beside:
+        return policy
+    rates = {"heads": options.head_learning_rate, "reward": options.learning_rate}
     return optax.partition(
-        {"policy": adamw(options.learning_rate), "heads": adamw(options.head_learning_rate)},
-        lambda tree: {name: "heads" if name == "heads" else "policy" for name in tree},
+        {"policy": policy, **{name: adamw(rates[name]) for name in beside}},
+        lambda tree: {name: name if name in beside else "policy" for name in tree},
     )
 
 
@@ -98,14 +102,21 @@ def prepare(config: TrainConfig) -> Setup:
         )
     judge = judge_of(config, estimator.needs)
     step_heads = [name for name in STEP_HEADS if name in estimator.needs]
-    parts = assemble.build(config, critic="value" in estimator.needs, step_heads=step_heads)
+    reward_model = "reward_logp" in estimator.needs
+    parts = assemble.build(
+        config,
+        critic="value" in estimator.needs,
+        step_heads=step_heads,
+        reward_model=reward_model,
+    )
     layers = assemble.step_graph_layers(config.policy, parts.policy.config.num_hidden_layers)
     policy = dataclasses.replace(
         parts.policy,
         temperature=config.rollout.temperature,
         entropy=config.loss.entropy != 0 or "entropy" in estimator.needs,
     )
-    optimizer = make_optimizer(config, step_heads=bool(step_heads))
+    beside = {"heads": bool(step_heads), "reward": reward_model}
+    optimizer = make_optimizer(config, beside=[name for name, yes in beside.items() if yes])
     loss = LossConfig(
         clip_low=config.loss.clip_low,
         clip_high=config.loss.clip_high,
@@ -113,6 +124,7 @@ def prepare(config: TrainConfig) -> Setup:
         value=config.loss.value if policy.value_head else 0.0,
         entropy=config.loss.entropy,
         head=config.loss.head if step_heads else 0.0,
+        reward=float(reward_model),
     )
     games.ensure(config.env)
     return Setup(
@@ -149,8 +161,13 @@ def latest_state(setup: Setup) -> TrainState | None:
         return checkpoint.read_latest(setup.config.run / "checkpoints", initial_state(setup))
 
 
-def collect(setup: Setup, state: TrainState, pool: Pool) -> list[Episode]:
-    """Plays the iteration's episodes with the current policy."""
+def collect(
+    setup: Setup, state: TrainState, pool: Pool
+) -> tuple[list[Episode], dict[str, np.ndarray]]:
+    """Plays the iteration's episodes with the current policy.
+
+    Also returns the signals that take more playing: ``mc_value``, if the method needs it.
+    """
     config, iteration = setup.config, int(state.iteration)
     sampler = assemble.make_sampler(
         setup.parts, state.trainable, config, temperature=config.rollout.temperature
@@ -163,7 +180,7 @@ def collect(setup: Setup, state: TrainState, pool: Pool) -> list[Episode]:
         group_size=config.rollout.group_size,
     )
     with progress.bar(f"iteration {iteration}: episodes") as update:
-        return setup.parts.player.collect(
+        episodes = setup.parts.player.collect(
             sampler,
             pool,
             jobs,
@@ -171,6 +188,23 @@ def collect(setup: Setup, state: TrainState, pool: Pool) -> list[Episode]:
             policy_version=int(state.updates),
             progress=update,
         )
+    if "mc_value" not in setup.estimator.needs:
+        return episodes, {}
+    with progress.bar(f"iteration {iteration}: attempts from every step") as update:
+        values = branch.mc_values(
+            setup.parts.player,
+            sampler,
+            pool,
+            [job.task for job in jobs],
+            episodes,
+            attempts=config.rollout.value_attempts,
+            iteration=iteration,
+            max_steps=config.env.max_steps,
+            progress=update,
+            # As the estimator discounts and adds, so must its values.
+            **config.credit.options,
+        )
+    return episodes, {"mc_value": values}
 
 
 def rollout_metrics(episodes: Sequence[Episode], batch: EpisodeBatch) -> dict[str, float]:
@@ -205,7 +239,7 @@ def iterate(
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
     """One iteration of the line; returns the new state, metrics and episode rows."""
     clock = [time.perf_counter()]
-    episodes = collect(setup, state, pool)
+    episodes, played = collect(setup, state, pool)
     clock.append(time.perf_counter())
     batch = batching.batch_episodes(
         episodes,
@@ -214,6 +248,7 @@ def iterate(
         groups=setup.config.rollout.group_size,
     )
     signals = signals_for(setup, state, episodes, batch)
+    signals = dataclasses.replace(signals, **as_fields(played))
     clock.append(time.perf_counter())
     found, credit_state = estimate(batch, signals, state.credit_state)
     found = jax.tree.map(np.asarray, found)

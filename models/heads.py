@@ -1,4 +1,4 @@
-"""Step heads: linear read-outs of the final hidden states, one per learned step signal.
+"""Step heads: linear read-outs of the final hidden states' direction, one per learned signal.
 
 They learn on the policy's states and send no gradient back: what they get wrong cannot harm the
 policy. Which token of a step counts is said in ``jaxcredit.heads``.
@@ -6,7 +6,6 @@ policy. Which token of a step counts is said in ``jaxcredit.heads``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import jax
@@ -30,7 +29,7 @@ def head_specs(config: QwenConfig, names: Iterable[str]) -> dict[str, dict[str, 
     specs = {}
     for name in names:
         shape = outputs(name)
-        init = _TWIN_SCALE / math.sqrt(config.hidden_size) if shape else "zeros"
+        init = _TWIN_SCALE if shape else "zeros"
         none = (None,) * len(shape)
         specs[name] = {
             "w": Spec((config.hidden_size, *shape), ("embed", *none), init),
@@ -46,11 +45,15 @@ def init_step_heads(config: QwenConfig, names: Iterable[str], key: Key[Array, ""
 
 
 def read(heads: StepHeads, hidden: Float[Array, "B T D"]) -> dict[str, Float[Array, "B T ..."]]:
-    """x[b, t] = hidden[b, t] w + b for heads read after a step, hidden[b, t - 1] w + b before.
+    """x[b, t] = h w + b, h = hidden[b, t] / |hidden[b, t]|; of t - 1 for heads read before a step.
+
+    Unit length makes a learning rate mean the same at every width. Temporal differences, whose
+    targets move with the head, diverge where one step moves the output too far.
 
     Returns float32; column 0 of a head read before a step, where there is no state, is 0.
     """
     states = jax.lax.stop_gradient(hidden).astype(jnp.float32)
+    states /= jnp.maximum(jnp.linalg.norm(states, axis=-1, keepdims=True), 1e-6)
     out = {}
     for name, head in heads.items():
         x = states @ head["w"] + head["b"]

@@ -1,7 +1,8 @@
 """A policy as data: which weights are trained, and the pure functions the trainer calls.
 
 ``trainable`` is ``{"params": ...}`` or, with LoRA, ``{"adapters": ...}`` over a frozen base;
-``{"value": ...}`` joins it when there is a critic, ``{"heads": ...}`` when there are step heads.
+``{"value": ...}`` joins it when there is a critic, ``{"heads": ...}`` when there are step heads,
+``{"reward": ...}``, of the same form as the policy's own weights, when there is a reward model.
 ``frozen`` is the base, or None.
 """
 
@@ -31,6 +32,7 @@ class Policy:
       adapter_scale: alpha / rank of LoRA, or None when every weight is trained.
       value_head: whether there is a critic.
       step_heads: names of the learned step signals.
+      reward_model: whether there is a second set of weights that scores the same tokens.
       temperature: log-probabilities are taken at the temperature that was sampled with.
       attention: name of the attention implementation, or "auto".
       remat: rematerialisation of the backward pass: "none", "dots" or "full".
@@ -42,6 +44,7 @@ class Policy:
     adapter_scale: float | None = None
     value_head: bool = False
     step_heads: tuple[str, ...] = ()
+    reward_model: bool = False
     temperature: float = 1.0
     attention: str = "auto"
     remat: qwen.Remat = "none"
@@ -82,8 +85,27 @@ class Policy:
 
     def evaluate(self, trainable: Any, frozen: Any, micro: MicroBatch) -> PolicyOutput:
         """What the loss needs of a micro-batch (see ``jaxcredit.update.make_update``)."""
-        hidden, _ = self.hidden(trainable, frozen, micro.tokens, micro.position, micro.segment)
-        return self.read(trainable, frozen, hidden, micro.tokens, micro.weight != 0)
+        row = (micro.tokens, micro.position, micro.segment)
+        hidden, _ = self.hidden(trainable, frozen, *row)
+        output = self.read(trainable, frozen, hidden, micro.tokens, micro.weight != 0)
+        if self.reward_model and micro.reward_slope is not None:
+            reward_logp = self.reward_logp(trainable, frozen, *row, micro.reward_slope != 0)
+            output = dataclasses.replace(output, reward_logp=reward_logp)
+        return output
+
+    def reward_logp(
+        self,
+        trainable: Any,
+        frozen: Any,
+        tokens: Int[Array, "B T"],
+        position: Int[Array, "B T"],
+        segment: Int[Array, "B T"],
+        mask: Array,
+    ) -> Float[Array, "B T"]:
+        """Log-probabilities of the masked tokens under the reward model."""
+        alone = dataclasses.replace(self, value_head=False, step_heads=(), entropy=False)
+        hidden, _ = alone.hidden(trainable["reward"], frozen, tokens, position, segment)
+        return alone.read(trainable["reward"], frozen, hidden, tokens, mask).logp
 
     def read(
         self,

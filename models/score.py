@@ -51,6 +51,10 @@ def _program(policy: Policy, layers: tuple[int, ...], n_steps: int, head: bool) 
         if not head:
             return None, graph
         output = policy.read(trainable, frozen, hidden, rows["tokens"], rows["trainable"])
+        if policy.reward_model:
+            row = (rows["tokens"], rows["position"], rows["segment"], rows["trainable"])
+            reward_logp = policy.reward_logp(trainable, frozen, *row)
+            output = dataclasses.replace(output, reward_logp=reward_logp)
         return output, graph
 
     return jax.jit(run)
@@ -67,7 +71,7 @@ def score(
     head: bool = True,
 ) -> Signals:
     """Log-probabilities of trainable tokens, and whatever else the policy has: values, entropies,
-    and the signals of its step heads.
+    the signals of its step heads, and its reward model's log-probabilities.
 
     Args:
       policy: the static half of the policy.
@@ -96,7 +100,8 @@ def score(
         output, part_graph = program(trainable, frozen, take_rows(batch, part))
         chosen = part.rows[: part.n]
         if output is not None:
-            named = {name: getattr(output, name) for name in ("logp", "value", "entropy")}
+            said = ("logp", "value", "entropy", "reward_logp")
+            named = {name: getattr(output, name) for name in said}
             for name, values in {**named, **(output.heads or {})}.items():
                 if values is None:
                     continue

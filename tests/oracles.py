@@ -57,7 +57,7 @@ class Result:
     """Per episode: step rewards, then per-token advantages, targets and weights nested by step.
 
     ``weight`` is None if every trained token of a counted episode weighs 1. ``step_target`` has
-    the per-step targets of each learned signal.
+    the per-step targets of each learned signal, ``slope`` the reward model's gradient per token.
     """
 
     step_reward: list[list[float]]
@@ -65,6 +65,7 @@ class Result:
     target: list[list[list[float]]] | None = None
     weight: list[list[list[float]]] | None = None
     step_target: dict[str, list] | None = None
+    slope: list[list[list[float]]] | None = None
 
 
 def zeros_like_tokens(trial: Trial) -> list[list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from oracles import (
     Result,
     Trial,
@@ -79,16 +80,14 @@ def poad(trials: list[Trial], gamma: float = 0.95) -> Result:
     return token_critic(trials, [terminal(trial) for trial in trials], gamma, 1.0)
 
 
-def archer(trials: list[Trial], gamma: float = 0.95) -> Result:
+def archer(trials: list[Trial], gamma: float = 0.95, lam: float = 0.0) -> Result:
     advantage, q_target, v_target = [], [], []
     for trial in trials:
         advantage.append([min(q) - min(v) for q, v in zip(trial.q_value, trial.v_value)])
-        to_q = []
-        for k in range(trial.n):
-            if k + 1 < trial.n:
-                to_q.append([gamma * v for v in trial.v_value[k + 1]])
-            else:
-                to_q.append([trial.outcome, trial.outcome])
+        to_q = [[trial.outcome, trial.outcome]]
+        for k in range(trial.n - 2, -1, -1):
+            pairs = zip(trial.v_value[k + 1], to_q[0])
+            to_q.insert(0, [gamma * ((1 - lam) * v + lam * later) for v, later in pairs])
         q_target.append(to_q)
         v_target.append([list(q) for q in trial.q_value])
     targets = {"q_value": q_target, "v_value": v_target}
@@ -178,7 +177,25 @@ def istar(trials: list[Trial], alpha: float = 1.0) -> Result:
     step = compared_over_the_task(trials, rewards)
     episode = over_episodes(trials, [trial.outcome for trial in trials])
     advantage = spread_over_tokens(trials, plus(episode, step, alpha))
-    return Result(masked(trials, rewards), advantage)
+    return Result(masked(trials, rewards), advantage, slope=preference_slope(trials, rewards))
+
+
+def preference_slope(trials: list[Trial], rewards: list) -> list:
+    """Pair by pair: the better attempt's tokens are pulled up, the worse one's down."""
+    pairs = [
+        (i, j)
+        for i, better in enumerate(trials)
+        for j, worse in enumerate(trials)
+        if better.task == worse.task
+        and better.weight * worse.weight > 0
+        and better.outcome > worse.outcome
+    ]
+    pull = [0.0] * len(trials)
+    for i, j in pairs:
+        doubt = 1 / (1 + np.exp(sum(rewards[i]) - sum(rewards[j])))
+        pull[i] -= 0.05 * doubt / len(pairs)
+        pull[j] += 0.05 * doubt / len(pairs)
+    return spread_over_tokens(trials, [[p] * t.n for p, t in zip(pull, trials)])
 
 
 ORACLES = {

@@ -55,6 +55,7 @@ VARIANTS = [
     ("rudder", {"baseline": "critic"}, {"baseline": "critic"}),
     ("rudder", {"exact": False, "early": 0.5}, {"exact": False, "early": 0.5}),
     ("spa_rl", {"baseline": "critic"}, {"baseline": "critic"}),
+    ("archer", {"gamma": 0.9, "lam": 0.7}, {"gamma": 0.9, "lam": 0.7}),
     ("agentprm", {"baseline": "critic"}, {"baseline": "critic"}),
     (
         "agentprm",
@@ -130,6 +131,16 @@ def test_archer_by_hand():
     np.testing.assert_allclose(
         found.step_target["v_value"], [[[0.2, 0.1], [0.5, 0.9], [0.8, 0.7]]], **CLOSE
     )
+
+
+def test_archer_between_one_step_and_the_outcome():
+    """V of 0.4 and 0.6 behind steps of R = 1; gamma = 0.5, lam = 0.5."""
+    value = [[[0.9, 0.9], [0.4, 0.4], [0.6, 0.6]]]
+    found = credit.assign(credit.archer(gamma=0.5, lam=0.5), **ONE, q_value=value, v_value=value)
+    t2 = 0.5 * (0.5 * 0.6 + 0.5 * 1.0)
+    t1 = 0.5 * (0.5 * 0.4 + 0.5 * t2)
+    expected = [[[t, t] for t in (t1, t2, 1.0)]]
+    np.testing.assert_allclose(found.step_target["q_value"], expected, **CLOSE)
 
 
 def test_archer_with_true_critics_has_nothing_left_to_learn():
@@ -284,6 +295,14 @@ def test_istar_by_hand():
     np.testing.assert_allclose(found.step_reward[:2, 0], [0.05 * 0.8, -0.1], **CLOSE)
     half = 10 * 0.14 / 2 + 0.5
     np.testing.assert_allclose(found.step_advantage[:2, 0], [half, -half], **CLOSE)
+    # One pair with the margin 0.04 + 0.1: each token of the winner is pulled up, the loser's down.
+    pull = 0.05 / (1 + np.exp(0.14))
+    slope = nested([first, second], packed, found.reward_slope)
+    np.testing.assert_allclose(slope[0], [[-pull, -pull, 0.0]], rtol=1e-5)
+    np.testing.assert_allclose(slope[1], [[pull]], rtol=1e-5)
+    np.testing.assert_allclose(
+        found.diagnostics["preference_loss"], np.log1p(np.exp(-0.14)), rtol=1e-5
+    )
 
 
 def test_istar_without_a_step_term_or_an_untrained_model_is_grpo():
@@ -426,6 +445,7 @@ def test_targets_survive_a_sum_and_two_sources_of_them_are_refused():
         ("agentprm", {"rewards": "outcome"}, "rewards='outcome'"),
         ("agentprm", {"td_lam": 1.5}, "lam=1.5"),
         ("archer", {"gamma": -1.0}, "gamma=-1.0"),
+        ("archer", {"lam": 1.5}, "lam=1.5"),
         ("vineppo", {"gamma": 2.0}, "gamma=2.0"),
         ("poad", {"gamma": 2.0}, "gamma=2.0"),
         ("istar", {"beta": 0.0}, "beta=0.0"),

@@ -107,7 +107,7 @@ def test_padding_does_not_matter(name: str):
     for key, targets in (one.step_target or {}).items():
         n, k = targets.shape[:2]
         np.testing.assert_allclose(targets, two.step_target[key][:n, :k], **CLOSE)
-    for field in ("token_advantage", "token_weight", "token_target"):
+    for field in ("token_advantage", "token_weight", "token_target", "reward_slope"):
         if getattr(one, field) is not None:
             a = flatten(nested(trials, small, getattr(one, field)))
             b = flatten(nested(trials, large, getattr(two, field)))

@@ -112,14 +112,17 @@ def test_step_weights_by_hand():
 
 
 def test_read_outs_belong_to_the_state_after_the_token_or_before_it():
-    hidden = jnp.asarray(np.arange(2 * 3 * 16).reshape(2, 3, 16), jnp.float32)
+    hidden = jnp.zeros((2, 3, 16)).at[..., 0].set(jnp.asarray([[3.0, 6, -8], [30, 0, 5]]))
+    hidden = hidden.at[..., 2].set(jnp.asarray([[4.0, 8, 6], [40, 0, -12]]))
+    first = np.array([[0.6, 0.6, -0.8], [0.6, 0.0, 5 / 13]])  # of states of length one
+    third = np.array([[0.8, 0.8, 0.6], [0.8, 0.0, -12 / 13]])
     one = {"w": jnp.eye(16)[2], "b": jnp.asarray(0.5)}
-    two = {"w": jnp.eye(16)[:, :2], "b": jnp.asarray([0.5, 0.0])}
+    two = {"w": jnp.eye(16)[:, [0, 2]], "b": jnp.asarray([0.5, 0.0])}
     found = read({"promise": one, "q_value": two, "v_value": two}, hidden)
-    np.testing.assert_array_equal(found["promise"], [[2.5, 18.5, 34.5], [50.5, 66.5, 82.5]])
-    pair = np.stack([hidden[..., 0] + 0.5, hidden[..., 1]], axis=-1)
-    np.testing.assert_array_equal(found["q_value"], pair)
-    np.testing.assert_array_equal(found["v_value"][:, 1:], pair[:, :-1])
+    np.testing.assert_allclose(found["promise"], third + 0.5, rtol=1e-6)
+    pair = np.stack([first + 0.5, third], axis=-1)
+    np.testing.assert_allclose(found["q_value"], pair, rtol=1e-6)
+    np.testing.assert_allclose(found["v_value"][:, 1:], pair[:, :-1], rtol=1e-6)
     assert not np.asarray(found["v_value"][:, 0]).any()
 
 
@@ -143,6 +146,7 @@ def test_scores_are_the_read_outs_at_those_tokens(context: str):
     found = score(POLICY, trainable, None, batch, config)
     hidden, _ = POLICY.hidden(trainable, None, batch.tokens, batch.position, batch.segment)
     hidden = np.asarray(hidden)
+    hidden = hidden / np.linalg.norm(hidden, axis=-1, keepdims=True)
     for name in NAMES:
         head = jax.tree.map(np.asarray, trainable["heads"][name])
         signal = np.asarray(getattr(found, name))
@@ -279,7 +283,7 @@ def test_step_heads_learn_at_their_own_rate_and_leave_the_policy_its_step(tmp_pa
     huge = {"heads": {"promise": jnp.array([1e3, -1e3])}}
     moved = []
     for tree in (policy, policy | huge):
-        optimizer = train.make_optimizer(config, step_heads="heads" in tree)
+        optimizer = train.make_optimizer(config, beside=tree.keys() & {"heads"})
         state, found = optimizer.init(tree), []
         smaller = jax.tree.map(lambda x: 0.01 * x, tree)
         for grads in (

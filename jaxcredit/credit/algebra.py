@@ -25,7 +25,7 @@ from jaxcredit.credit import masks, placement
 from jaxcredit.episodes import SIGNAL_AXES, Credit, EpisodeBatch, Signals
 
 PRODUCTS = ("step_reward", "step_return", "step_advantage", "token_reward", "token_advantage")
-SIDE_PRODUCTS = ("token_weight", "token_target", "step_target")
+SIDE_PRODUCTS = ("token_weight", "token_target", "step_target", "reward_slope")
 SIGNALS = tuple(SIGNAL_AXES)
 TABLES = ("success", "state", "action", "action_valid", "progress", "step_reward", "behaviour_logp")
 STARTED = frozenset({"token_weight"})
@@ -45,6 +45,7 @@ class Flow:
     token_advantage: Float[Array, "B T"]
     token_weight: Float[Array, "B T"]
     token_target: Float[Array, "B T"]
+    reward_slope: Float[Array, "B T"]
     step_target: dict[str, Float[Array, "N K ..."]] = struct.field(default_factory=dict)
     diagnostics: dict[str, Array] = struct.field(default_factory=dict)
 
@@ -297,6 +298,9 @@ def estimator(name: str, *stages: Stage | CreditEstimator) -> CreditEstimator:
                 if "step_target" in body.writes
                 else None
             ),
+            reward_slope=(
+                jnp.where(tokens, flow.reward_slope, 0.0) if "reward_slope" in body.writes else None
+            ),
             diagnostics=flow.diagnostics,
         )
         return jax.lax.stop_gradient((placement.like(credit, given), state))
@@ -307,7 +311,7 @@ def estimator(name: str, *stages: Stage | CreditEstimator) -> CreditEstimator:
 def _start(batch: EpisodeBatch) -> Flow:
     step, token = jnp.zeros(batch.step_mask.shape), jnp.zeros(batch.tokens.shape)
     weight = jnp.where(masks.action_tokens(batch), 1.0, 0.0)
-    return Flow(step, step, step, token, token, weight, token)
+    return Flow(step, step, step, token, token, weight, token, token)
 
 
 def _check_signals(name: str, needs: frozenset[str], batch: EpisodeBatch, signals: Signals) -> None:

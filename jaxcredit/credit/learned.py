@@ -4,13 +4,15 @@ The stages named ``*_target`` write ``step_target``: for every step the number t
 output is regressed to, by half the squared error (``jaxcredit.losses.head_loss``). Targets are
 made once from whole episodes, so the regression may be cut into rows and micro-batches as one
 likes. A loss L that is no plain regression becomes one whose gradient at the current outputs x is
-that of L: its target is x - dL/dx.
+that of L: its target is x - dL/dx. The loss of a reward model over tokens is handed on as its
+slope alone (``preference_slope``): per token it is far smaller than the rounding of a score.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -19,6 +21,7 @@ from jaxcredit.credit.algebra import Flow, Stage, stage
 from jaxcredit.credit.checks import between, positive
 from jaxcredit.credit.returns import backward_sum
 from jaxcredit.episodes import EpisodeBatch, Signals
+from jaxcredit.preferences import implicit_return, preference_loss
 
 
 def redistributed_return(*, exact: bool = True) -> Stage:
@@ -139,13 +142,20 @@ def twin_advantage() -> Stage:
     return stage("twin_advantage", apply, needs=["q_value", "v_value"], writes=["step_advantage"])
 
 
-def critic_target(gamma: float = 0.95) -> Stage:
-    """Q target r_k + gamma V_{k+1} (V_{K+1} = 0), V target Q_k, each critic from its own twin."""
+def critic_target(gamma: float = 0.95, lam: float = 0.0) -> Stage:
+    """Q target T_k = r_k + gamma ((1 - lam) V_{k+1} + lam T_{k+1}), 0 beyond K; V target Q_k.
+
+    Each critic learns from its own twin. ``lam`` = 0 is the one-step target.
+    """
     between("gamma", gamma, 0.0, 1.0)
+    between("lam", lam, 0.0, 1.0)
 
     def apply(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
         assert signals.q_value is not None and signals.v_value is not None
-        q = flow.step_reward[..., None] + gamma * _following(signals.v_value)
+        valid = masks.valid_steps(batch)[..., None]
+        one_step = flow.step_reward[..., None] + gamma * (1 - lam) * _following(signals.v_value)
+        q = jnp.moveaxis(jnp.where(valid, one_step, 0.0), -1, 0)
+        q = jnp.moveaxis(backward_sum(q, jnp.full_like(q, gamma * lam)), 0, -1)
         return replace(flow, step_target={"q_value": q, "v_value": signals.q_value})
 
     return stage(
@@ -185,6 +195,24 @@ def implicit_reward(beta: float = 0.05) -> Stage:
         return replace(flow, step_reward=beta * gap)
 
     return stage("implicit_reward", apply, needs=["reward_logp", "logp"], writes=["step_reward"])
+
+
+def preference_slope(beta: float = 0.05) -> Stage:
+    """dL / d log pi_phi(y_u), L the preference loss of the batch (``jaxcredit.preferences``)."""
+    positive("beta", beta)
+
+    def apply(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
+        assert signals.reward_logp is not None and signals.logp is not None
+        old = signals.logp
+
+        def loss(reward_logp: Float[Array, "B T"]) -> Float[Array, ""]:
+            score = implicit_return(batch, reward_logp, old, beta)
+            return preference_loss(score, batch.task, batch.outcome, batch.weight)
+
+        value, slope = jax.value_and_grad(loss)(signals.reward_logp)
+        return replace(flow, reward_slope=slope).note(preference_loss=value)
+
+    return stage("preference_slope", apply, needs=["reward_logp", "logp"], writes=["reward_slope"])
 
 
 def _previous(x: Float[Array, "N K"]) -> Float[Array, "N K"]:
