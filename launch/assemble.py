@@ -32,7 +32,7 @@ from launch.config import (
 )
 from launch.errors import UserError, user_errors
 from launch.keys import api_key
-from models import hf, lora, params, sharding, value
+from models import heads, hf, lora, params, sharding, value
 from models.attention import Case, select
 from models.config import QwenConfig
 from models.policy import Policy, weight_specs
@@ -148,12 +148,20 @@ def make_player(config: TrainConfig | SftConfig) -> Player:
     return Player(chat, make_prompt(config.prompt), limits)
 
 
-def build(config: TrainConfig | SftConfig, *, critic: bool) -> Parts:
+def build(
+    config: TrainConfig | SftConfig,
+    *,
+    critic: bool,
+    step_heads: Sequence[str] = (),
+    reward_model: bool = False,
+) -> Parts:
     """Loads the policy and everything that turns text into its tokens.
 
     Args:
       config: the run.
       critic: add a value head.
+      step_heads: add a head for each of these signals.
+      reward_model: add a second set of weights that starts as the policy's.
     """
     player = make_player(config)
     chat, tokenizer = player.chat, player.chat.tokenizer
@@ -177,15 +185,24 @@ def build(config: TrainConfig | SftConfig, *, critic: bool) -> Parts:
             adapters = lora.init_adapters(sizes, key, options.rank, options.alpha, options.targets)
         trainable, scale = {"adapters": adapters.weights}, adapters.scale
         frozen = {"params": base}
+    if reward_model:
+        trainable["reward"] = dict(trainable)
     if critic:
         trainable["value"] = value.init_value_head(sizes)
-    specs, _ = weight_specs(sizes, lora_on, critic=critic)
+    if step_heads:
+        key = jax.random.fold_in(jax.random.key(config.seed), 2)
+        trainable["heads"] = heads.init_step_heads(sizes, step_heads, key)
+    specs, _ = weight_specs(
+        sizes, lora_on, critic=critic, step_heads=step_heads, reward_model=reward_model
+    )
     if mesh is not None:
         trainable = jax.device_put(trainable, sharding.tree_shardings(specs, sizes, mesh))
     policy = Policy(
         config=sizes,
         adapter_scale=scale,
         value_head=critic,
+        step_heads=tuple(step_heads),
+        reward_model=reward_model,
         attention=config.policy.attention,
         remat=config.policy.remat,
         dtype=config.policy.dtype,

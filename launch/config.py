@@ -190,6 +190,7 @@ class RolloutConfig(Section):
 
     tasks_per_iteration: PositiveInt = 16
     group_size: PositiveInt = 8  # episodes per task
+    value_attempts: PositiveInt = 9  # fresh attempts from every step, for vineppo
     slots: PositiveInt = 32  # episodes held by the decoder at once
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
@@ -240,6 +241,7 @@ class LossConfig(Section):
     clip_high: PositiveFloat = 0.2  # 1 + clip_high]
     kl: NonNegativeFloat = 0.01  # to the initial policy
     value: NonNegativeFloat = 0.5  # critic's squared error; for methods with a critic
+    head: NonNegativeFloat = 0.5  # step heads' squared error; for methods that learn a model
     entropy: float = 0.0  # bonus
     # Log-probabilities that the ratio starts from: computed anew by the trainer, or the sampler's.
     old_logp: Literal["trainer", "sampler"] = "trainer"
@@ -250,6 +252,7 @@ class OptimizerConfig(Section):
     """AdamW and how an iteration's episodes are cut into updates."""
 
     learning_rate: PositiveFloat = 1e-6
+    head_learning_rate: PositiveFloat = 1e-3  # of step heads
     schedule: Schedule = "constant"  # to zero at the last iteration, unless constant
     warmup: NonNegativeInt = 0  # updates of linear warm-up
     b1: Annotated[float, Field(ge=0, lt=1)] = 0.9

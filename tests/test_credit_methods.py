@@ -40,6 +40,16 @@ def check(credit, trials: list[oracles.Trial], packed: Packed, expected: oracles
     else:
         target = flatten(nested(trials, packed, credit.token_target))
         np.testing.assert_allclose(target, flatten(expected.target), **TOLERANCE)
+    assert (credit.step_target or {}).keys() == (expected.step_target or {}).keys()
+    for name, targets in (expected.step_target or {}).items():
+        found = np.asarray(credit.step_target[name])
+        for i, trial in enumerate(trials):
+            wanted = np.array(targets[i]) * (trial.weight > 0)
+            np.testing.assert_allclose(found[i, : trial.n], wanted, **TOLERANCE)
+    assert (credit.reward_slope is None) == (expected.slope is None)
+    if expected.slope is not None:
+        slope = flatten(nested(trials, packed, credit.reward_slope))
+        np.testing.assert_allclose(slope, flatten(expected.slope), **TOLERANCE)
 
 
 def test_there_is_an_oracle_for_every_method():

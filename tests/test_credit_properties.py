@@ -51,8 +51,13 @@ def assert_close(a: Credit, b: Credit) -> None:
         np.testing.assert_allclose(x, y, **CLOSE)
 
 
-def plain_trial(task: int, n: int, outcome: float = 0.1) -> Trial:
-    """A trial in which nothing distinguishes one episode, or one visit of a state, from another."""
+# Discounts under which a critic that is never wrong sees its values grow.
+DISCOUNT = {"poad": 0.95}
+
+
+def plain_trial(task: int, n: int, outcome: float = 0.1, gamma: float = 1.0) -> Trial:
+    """A trial in which nothing distinguishes one episode, or one visit of a state, from another,
+    and in which learned models know all."""
     trial = random_trial(np.random.default_rng(n), task, n)
     return dataclasses.replace(
         trial,
@@ -63,9 +68,16 @@ def plain_trial(task: int, n: int, outcome: float = 0.1) -> Trial:
         states=list(range(n)),
         accepted=[True] * n,
         tokens=[[True]] * n,
-        value=[[outcome]] * n,
+        value=[[outcome * gamma ** (n - 1 - k)] for k in range(n)],
         logp=[[-0.5]] * n,
         hindsight=[-0.7] * n,
+        reward_logp=[[-0.9]] * n,
+        mc_value=[outcome] * n + [0.0],
+        q_value=[[outcome, 1.0]] * n,
+        v_value=[[1.0, outcome]] * n,
+        predicted_return=[0.0] * (n - 1) + [outcome],
+        predicted_progress=[outcome / n] * n,
+        promise=[0.0] * n,
         judge=[0] * n,
     )
 
@@ -141,7 +153,10 @@ def test_padding_does_not_matter(name: str):
     trials = random_trials(3)
     small, large = pack(trials), pack(trials, Shape(n=19, k=9, b=53, t=70))
     one, two = run(name, small), run(name, large)
-    for field in ("token_advantage", "token_weight", "token_target"):
+    for key, targets in (one.step_target or {}).items():
+        n, k = targets.shape[:2]
+        np.testing.assert_allclose(targets, two.step_target[key][:n, :k], **CLOSE)
+    for field in ("token_advantage", "token_weight", "token_target", "reward_slope"):
         if getattr(one, field) is not None:
             a = flatten(nested(trials, small, getattr(one, field)))
             b = flatten(nested(trials, large, getattr(two, field)))
@@ -177,6 +192,8 @@ def test_credit_lies_on_trainable_action_tokens_of_counted_steps_only(name: str)
         counted[i, : trial.n] = trial.weight > 0
     assert not np.asarray(credit.step_advantage)[~counted].any()
     assert not np.asarray(credit.step_reward)[~counted].any()
+    for target in (credit.step_target or {}).values():
+        assert not np.asarray(target)[~counted].any()
 
 
 @every_method
@@ -235,8 +252,8 @@ OUTCOME_ALONE = {"empg": {"zeta": 0.0}}
 @pytest.mark.parametrize("outcome", [0.1, 0.0, 1.0])
 def test_groups_without_spread_give_exactly_zero(name: str, outcome: float):
     # Three times 0.1 has a mean that is not 0.1 in floats: the test is of more than x - x.
-    n = 1 if name in AGE_COUNTS else 4
-    trials = [plain_trial(task, n, outcome) for task in (5, 5, 5, 8, 8, 8, 8)]
+    n, gamma = 1 if name in AGE_COUNTS else 4, DISCOUNT.get(name, 1.0)
+    trials = [plain_trial(task, n, outcome, gamma) for task in (5, 5, 5, 8, 8, 8, 8)]
     packed = pack(trials)
     if name in OUTCOME_ALONE:
         method = make(name, **OUTCOME_ALONE[name])
@@ -262,7 +279,7 @@ def test_a_batch_without_episodes_gives_zero_and_leaves_the_state(name: str):
         np.testing.assert_array_equal(before, now)
 
 
-@pytest.mark.parametrize("name", ["attnsr", "relace"])
+@pytest.mark.parametrize("name", ["archer", "attnsr", "relace"])
 def test_the_same_on_an_explicit_mesh(name: str):
     # On automatic axes every method meets its oracle in test_credit_methods.py.
     packed = pack(random_trials(9), window=True)

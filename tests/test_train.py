@@ -216,17 +216,34 @@ def test_a_seed_changes_the_run(workplace, whole):
     assert digest(train(workplace, "seed", "seed=4")) != digest(whole)
 
 
-METHODS = ("ppo", "gigpo", "attnsr", "attnsr_grpo", "linear", "procredit", "relace")
+# Name -> the losses of the step heads that it trains.
+METHODS = {
+    "ppo": (),
+    "gigpo": (),
+    "attnsr": (),
+    "attnsr_grpo": (),
+    "linear": (),
+    "procredit": (),
+    "relace": (),
+    "poad": (),
+    "archer": ("q_value_loss", "v_value_loss"),
+    "rudder": ("predicted_return_loss",),
+    "spa_rl": ("predicted_progress_loss",),
+    "agentprm": ("promise_loss",),
+    "vineppo": (),
+    "istar": (),
+}
 
 
-def test_every_method_runs_the_same_job(workplace, whole):
+@pytest.fixture(scope="session")
+def every_method(workplace, whole):
     """One process for all of them, so that what they share is compiled once."""
     script = (
         "import sys, launch.__main__ as m; sys.exit(max(m.main(a.split()) for a in sys.argv[1:]))"
     )
     jobs = [
         f"train {workplace}/tiny.yaml --set run={workplace}/method-{method} "
-        f"--set credit={method} --set iterations=1"
+        f"--set credit={method} --set iterations=1 --set rollout.value_attempts=2"
         for method in METHODS
     ]
     done = subprocess.run(
@@ -237,10 +254,24 @@ def test_every_method_runs_the_same_job(workplace, whole):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("digest: ") == len(METHODS)
-    for method in METHODS:
-        (row,) = (workplace / f"method-{method}" / "metrics.jsonl").read_text().splitlines()
-        assert json.loads(row)["update/grad_norm"] > 0, method
+    return done
+
+
+def test_every_method_runs_the_same_job(workplace, every_method):
+    assert every_method.stdout.count("digest: ") == len(METHODS)
+    for method, losses in METHODS.items():
+        (line,) = (workplace / f"method-{method}" / "metrics.jsonl").read_text().splitlines()
+        row = json.loads(line)
+        assert row["update/grad_norm"] > 0, method
+        assert all(row[f"update/{loss}"] >= 0 for loss in losses), method
+
+
+def test_step_heads_are_stored_and_a_resumed_run_ends_in_the_same_weights(workplace, every_method):
+    settings = ("credit=archer", "iterations=2")
+    unbroken = train(workplace, "archer", *settings)
+    rest = train(workplace, "method-archer", *settings)
+    assert "go on after iteration 1" in rest.stdout
+    assert digest(rest) == digest(unbroken)
 
 
 def test_a_run_asks_its_judge(workplace, whole):

@@ -98,6 +98,11 @@ def last_tokens(batch: EpisodeBatch) -> Bool[Array, "B T"]:
     return ((last[ids] == where) & (ids < n * k)).reshape(batch.tokens.shape)
 
 
+def per_step(mask: Bool[Array, "N K"], x: Float[Array, "N K ..."]) -> Float[Array, "N K ..."]:
+    """``x`` at the steps of ``mask``, 0 at the others."""
+    return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - 2)), x, 0.0)
+
+
 def clean(batch: EpisodeBatch, signals: Signals) -> tuple[EpisodeBatch, Signals]:
     """Puts zeros wherever a mask says that nothing is known.
 

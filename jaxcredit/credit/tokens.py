@@ -38,7 +38,11 @@ def token_rewards() -> Stage:
 
 
 def gae(
-    *, gamma: float = 1.0, lam: float | str = 0.95, critic_lam: float | str | None = None
+    *,
+    gamma: float = 1.0,
+    lam: float | str = 0.95,
+    critic_lam: float | str | None = None,
+    inner_gamma: float | None = None,
 ) -> Stage:
     """Generalised advantage estimation on the action tokens of each episode.
 
@@ -51,11 +55,14 @@ def gae(
 
     Args:
       gamma: discount per action token.
+      inner_gamma: the discount where the next token belongs to the same step; None means ``gamma``.
       lam: a number in [0, 1], or "length" for 1 - 1 / (1.5 n_i), n_i the episode's number of
         action tokens.
       critic_lam: the same for the target; None means ``lam``.
     """
+    inner = gamma if inner_gamma is None else inner_gamma
     between("gamma", gamma, 0.0, 1.0)
+    between("inner_gamma", inner, 0.0, 1.0)
     _check_lam("lam", lam)
     if critic_lam is not None:
         _check_lam("critic_lam", critic_lam)
@@ -65,11 +72,12 @@ def gae(
         line = _line(batch)
         value, reward = line.take(signals.value), line.take(flow.token_reward)
         following = jnp.where(line.goes_on, jnp.roll(value, -1), 0.0)
-        delta = jnp.where(line.real, reward + gamma * following - value, 0.0)
+        discount = jnp.where(line.same_step, inner, gamma)
+        delta = jnp.where(line.real, reward + discount * following - value, 0.0)
 
         def advantage(rate: float | str) -> Array:
             per_token = _rate(batch, rate)[line.episode]
-            return backward_sum(delta, jnp.where(line.goes_on, gamma * per_token, 0.0))
+            return backward_sum(delta, jnp.where(line.goes_on, discount * per_token, 0.0))
 
         actor = advantage(lam)
         critic = actor if critic_lam in (None, lam) else advantage(critic_lam)
@@ -177,7 +185,8 @@ class _Line:
 
     ``order`` says which token stands at a place of the line, ``place`` where a token stands;
     both are free where there is none. ``real`` marks the places that are taken, ``goes_on`` those
-    whose next token is of the same episode.
+    whose next token is of the same episode,
+    ``same_step`` those whose next token is of the same step.
     """
 
     order: Int[Array, " M"]
@@ -186,6 +195,7 @@ class _Line:
     real: Bool[Array, " M"]
     episode: Int[Array, " M"]
     goes_on: Bool[Array, " M"]
+    same_step: Bool[Array, " M"]
 
     def take(self, per_token: Float[Array, "B T"]) -> Float[Array, " M"]:
         """The numbers of the tokens in line, 0 for the others."""
@@ -211,10 +221,12 @@ def _line(batch: EpisodeBatch) -> _Line:
     tokens = jnp.arange(size, dtype=jnp.int32)
     order = jnp.zeros(size, jnp.int32).at[place.reshape(-1)].set(tokens, mode="drop")
     real = tokens < counts.sum()
-    episode = jnp.where(real, ids.reshape(-1)[order] // k, n)
+    steps = jnp.where(real, ids.reshape(-1)[order], n * k)
+    episode = steps // k
     goes_on = jnp.append((episode[1:] == episode[:-1]) & real[1:], False)
-    place = jnp.minimum(place, size - 1)
-    return _Line(order, place, action, real, jnp.minimum(episode, n - 1), goes_on)
+    same_step = jnp.append(steps[1:] == steps[:-1], False) & real
+    place, owner = jnp.minimum(place, size - 1), jnp.minimum(episode, n - 1)
+    return _Line(order, place, action, real, owner, goes_on, same_step)
 
 
 def _rate(batch: EpisodeBatch, lam: float | str) -> Float[Array, " N"]:
