@@ -162,7 +162,7 @@ def summary(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {**columns, **medians, "peak_rss_rise": max(columns["rss_rise"])}
 
 
-def machine() -> dict[str, Any]:
-    """Cores that this process may use, and the load when it was asked."""
-    cores = len(os.sched_getaffinity(0))
-    return {"cores": cores, "machine": platform.machine(), "load_average": os.getloadavg()[0]}
+def machine(load_before: float) -> dict[str, Any]:
+    """Cores that this process may use, and the load average before and after."""
+    cores, load = len(os.sched_getaffinity(0)), [load_before, os.getloadavg()[0]]
+    return {"cores": cores, "architecture": platform.machine(), "load_average": load}

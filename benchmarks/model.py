@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -25,6 +26,7 @@ TOLERANCE = 1e-3  # relative; float32 through the depth of the network, forth an
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    load = os.getloadavg()[0]
     spec = {
         "task": "lora",
         "size": options.size,
@@ -64,7 +66,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         side.close()
     return {
         "spec": spec | {"export": ""},
-        "machine": machine(),
+        "machine": machine(load),
         "sides": {name: side.info for name, side in sides.items()},
         "rows": found,
         "ratios": ratios,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -33,6 +34,7 @@ def difference(a: Path, b: Path, name: str) -> float:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    load = os.getloadavg()[0]
     spec = {
         "task": "score",
         "size": options.size,
@@ -76,7 +78,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for side in (ours, theirs):
         if side is not None:
             side.close()
-    return {"spec": spec | {"export": ""}, "machine": machine(), "sides": sides, "rows": result}
+    return {"spec": spec | {"export": ""}, "machine": machine(load), "sides": sides, "rows": result}
 
 
 def report(row: dict[str, Any]) -> None:

@@ -101,7 +101,7 @@ def token_logprobs(
         head, hidden, xs = saved
 
         def pulled_back() -> Any:
-            return jax.vjp(lambda *wrt: scored(*wrt, xs), head, hidden)[1](d)
+            return jax.vjp(lambda head, hidden: scored(head, hidden, xs), head, hidden)[1](d)
 
         nothing = functools.partial(jax.tree.map, jnp.zeros_like, (head, hidden))
         return *jax.lax.cond(xs[2].any(), pulled_back, nothing), None
