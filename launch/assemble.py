@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from envs.alfworld.tasks import list_tasks, task_list_hash
 from envs.chat import ChatFormat, chat_format
@@ -19,12 +21,21 @@ from envs.pool import Pool
 from envs.prompts import Prompt
 from envs.protocol import EnvSpec, Task
 from envs.rollout import Job, Limits, Player
-from launch.config import EnvConfig, PolicyConfig, PromptConfig, SftConfig, TrainConfig
+from launch.config import (
+    ROW_MULTIPLE,
+    EnvConfig,
+    MeshConfig,
+    PolicyConfig,
+    PromptConfig,
+    SftConfig,
+    TrainConfig,
+)
 from launch.errors import UserError, user_errors
 from launch.keys import api_key
-from models import hf, lora, params, value
+from models import heads, hf, lora, params, sharding, value
+from models.attention import Case, select
 from models.config import QwenConfig
-from models.policy import Policy
+from models.policy import Policy, weight_specs
 from models.sampler import Sampler, SamplerConfig
 from models.step_graph import check_layers, default_layers
 
@@ -38,6 +49,7 @@ class Parts:
     policy: Policy
     trainable: Any
     frozen: Any
+    specs: Any  # of ``trainable``
     stop_ids: tuple[int, ...]
 
 
@@ -81,12 +93,17 @@ def make_prompt(config: PromptConfig) -> Prompt:
 
 
 def load_base(
-    config: PolicyConfig, tokenizer: Any, stop_id: int, seed: int
+    config: PolicyConfig, tokenizer: Any, stop_id: int, seed: int, mesh: Mesh | None = None
 ) -> tuple[QwenConfig, Any]:
-    """The architecture and its weights, read from a folder or drawn from the seed."""
+    """The architecture and its weights, read from a folder or drawn from the seed.
+
+    Weights that are trained are float32, those below adapters have the forward pass's dtype.
+    """
+    dtype = jnp.dtype(config.dtype if config.lora else "float32")
+    place = None if mesh is None else functools.partial(sharding.param_shardings, mesh=mesh)
     if config.path is not None:
         with user_errors(f"policy.path: {config.path}", OSError, ValueError, KeyError):
-            return hf.load_policy(config.path, jnp.float32)
+            return hf.load_policy(config.path, dtype, place)
     assert config.init is not None
     init = config.init
     with user_errors("policy.init"):
@@ -105,7 +122,16 @@ def load_base(
             eos_token_ids=(stop_id,),
             pad_token_id=int(tokenizer.pad_token_id or 0),
         )
-    return sizes, params.init_params(sizes, jax.random.key(seed))
+    weights = params.init_params(sizes, jax.random.key(seed), dtype)
+    return sizes, weights if place is None else jax.device_put(weights, place(sizes))
+
+
+def open_mesh(config: MeshConfig | None) -> Mesh | None:
+    """The devices of a run; ``UserError`` if there are too few."""
+    if config is None:
+        return None
+    with user_errors("mesh"):
+        return sharding.make_mesh(config.data, config.tensor, config.context)
 
 
 def make_player(config: TrainConfig | SftConfig) -> Player:
@@ -122,50 +148,88 @@ def make_player(config: TrainConfig | SftConfig) -> Player:
     return Player(chat, make_prompt(config.prompt), limits)
 
 
-def build(config: TrainConfig | SftConfig, *, critic: bool) -> Parts:
+def build(
+    config: TrainConfig | SftConfig,
+    *,
+    critic: bool,
+    step_heads: Sequence[str] = (),
+    reward_model: bool = False,
+) -> Parts:
     """Loads the policy and everything that turns text into its tokens.
 
     Args:
       config: the run.
       critic: add a value head.
+      step_heads: add a head for each of these signals.
+      reward_model: add a second set of weights that starts as the policy's.
     """
     player = make_player(config)
     chat, tokenizer = player.chat, player.chat.tokenizer
-    sizes, base = load_base(config.policy, tokenizer, chat.end_id, config.seed)
+    mesh = open_mesh(config.mesh)
+    sizes, base = load_base(config.policy, tokenizer, chat.end_id, config.seed, mesh)
     if len(tokenizer) > sizes.vocab_size:
         raise UserError(
             f"tokenizer: {len(tokenizer)} ids, but the policy's vocabulary has {sizes.vocab_size}; "
             "use the tokenizer that belongs to policy.path"
         )
+    check_attention(config.policy, sizes)
+    options = config.policy.lora
     trainable: dict[str, Any]
-    frozen = None
-    scale = None
-    if config.policy.lora is None:
+    frozen, scale, lora_on = None, None, None
+    if options is None:
         trainable = {"params": base}
     else:
-        options = config.policy.lora
+        lora_on = (options.rank, options.targets)
         with user_errors("policy.lora"):
-            adapters = lora.init_adapters(
-                sizes,
-                jax.random.fold_in(jax.random.key(config.seed), 1),
-                options.rank,
-                options.alpha,
-                options.targets,
-            )
-        dtype = jnp.dtype(config.policy.dtype)
+            key = jax.random.fold_in(jax.random.key(config.seed), 1)
+            adapters = lora.init_adapters(sizes, key, options.rank, options.alpha, options.targets)
         trainable, scale = {"adapters": adapters.weights}, adapters.scale
-        frozen = {"params": jax.tree.map(lambda x: x.astype(dtype), base)}
+        frozen = {"params": base}
+    if reward_model:
+        trainable["reward"] = dict(trainable)
     if critic:
         trainable["value"] = value.init_value_head(sizes)
-    policy = Policy(config=sizes, adapter_scale=scale, value_head=critic, dtype=config.policy.dtype)
+    if step_heads:
+        key = jax.random.fold_in(jax.random.key(config.seed), 2)
+        trainable["heads"] = heads.init_step_heads(sizes, step_heads, key)
+    specs, _ = weight_specs(
+        sizes, lora_on, critic=critic, step_heads=step_heads, reward_model=reward_model
+    )
+    if mesh is not None:
+        trainable = jax.device_put(trainable, sharding.tree_shardings(specs, sizes, mesh))
+    policy = Policy(
+        config=sizes,
+        adapter_scale=scale,
+        value_head=critic,
+        step_heads=tuple(step_heads),
+        reward_model=reward_model,
+        attention=config.policy.attention,
+        remat=config.policy.remat,
+        dtype=config.policy.dtype,
+        mesh=mesh,
+    )
     return Parts(
         chat=chat,
         player=player,
         policy=policy,
         trainable=trainable,
         frozen=frozen,
+        specs=specs,
         stop_ids=tuple(sorted({*sizes.eos_token_ids, chat.end_id})),
     )
+
+
+def check_attention(config: PolicyConfig, sizes: QwenConfig) -> None:
+    """``UserError`` if the named attention cannot run here."""
+    case = Case(
+        shape=(1, ROW_MULTIPLE, sizes.num_attention_heads, sizes.head_dim),
+        kv_heads=sizes.num_key_value_heads,
+        dtype=jnp.dtype(config.dtype),
+        backend=jax.default_backend(),
+        packed=False,
+    )
+    with user_errors("policy.attention"):
+        select(case, config.attention)
 
 
 def step_graph_layers(config: PolicyConfig, num_hidden_layers: int) -> tuple[int, ...]:
@@ -234,6 +298,15 @@ def make_sampler(
 ) -> Sampler:
     """A sampler that holds the given weights."""
     weights, adapters = parts.policy.weights(trainable, parts.frozen)
+    sizes, mesh = parts.policy.config, parts.policy.mesh
+    if mesh is not None:  # between devices; a weight that already lies so is not copied
+        to = functools.partial(
+            sharding.tree_shardings, config=sizes, mesh=mesh, rules=sharding.SAMPLER_RULES
+        )
+        weights = jax.device_put(weights, to(params.param_specs(sizes)))
+        if adapters is not None:
+            placed = jax.device_put(adapters.weights, to(parts.specs["adapters"]))
+            adapters = dataclasses.replace(adapters, weights=placed)
     rollout = config.rollout
     settings = SamplerConfig(
         waves=rollout.waves,
@@ -248,7 +321,7 @@ def make_sampler(
     )
     return Sampler(
         weights,
-        parts.policy.config,
+        sizes,
         settings,
         adapters=adapters,
         seed=config.seed,
