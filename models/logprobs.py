@@ -12,13 +12,17 @@ wants anything is skipped at run time. The backward pass recomputes a chunk's lo
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from models.config import QwenConfig
+from models.linear import matmul
 from models.params import Params
-from models.qwen import unembed
+from models.qwen import head_matrix
+from models.sharding import constrain
 
 
 def token_logprobs(
@@ -54,6 +58,9 @@ def token_logprobs(
     width = min(T, max(1, chunk // B))
     n = -(-T // width)
 
+    # On a mesh the head is gathered once, not in every chunk, and logits stay split by columns.
+    head = constrain(head_matrix(params, config).astype(hidden.dtype), None, "vocab")
+
     # A row-local order keeps batch sharding intact: nothing crosses from row to row.
     order = jnp.argsort(~wanted, axis=1, stable=True)
     inverse = jnp.argsort(order, axis=1)
@@ -65,13 +72,12 @@ def token_logprobs(
     source = jnp.maximum(order - 1, 0).reshape(B, n, width).swapaxes(0, 1)
     index = jnp.arange(n * width).reshape(n, width)
 
-    @jax.checkpoint
     def scored(hidden: Array, source: Array, label: Array, valid: Array) -> tuple[Array, ...]:
         with jax.named_scope("token_logprobs"):
             rows = jnp.take_along_axis(hidden, source[..., None], axis=1)
             # Unwanted states may hold anything; a NaN in them must not reach a gradient.
             rows = jnp.where(valid[..., None], rows, 0)
-            z = unembed(params, config, rows) / temperature
+            z = constrain(matmul(rows, head, jnp.float32), "batch", None, "vocab") / temperature
             total = jax.nn.logsumexp(z, axis=-1)
             # A comparison, not a gather: it partitions over a sharded vocabulary and its
             # gradient is no scatter.
@@ -82,6 +88,8 @@ def token_logprobs(
             p = jnp.exp(z - total[..., None])
             return logp, jnp.where(valid, total - jnp.sum(p * z, axis=-1), 0)
 
+    # Around the whole chunk: inside the cond, every chunk would keep a copy of head and states.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
     def one_chunk(_: None, xs: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, ...]]:
         source, label, position = xs
         valid = position < counts[:, None]

@@ -210,3 +210,21 @@ def test_an_untied_folder_without_head_says_so(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"lm_head\.weight; \(set tie_word_embeddings"):
         hf.load_policy(tmp_path)
+
+
+def test_memory_of_the_gradient_does_not_grow_with_the_number_of_chunks():
+    config = hf.QwenConfig(**{**CONFIG.__dict__, "vocab_size": 4096, "tie_word_embeddings": False})
+    params = jax.eval_shape(lambda k: init_params(config, k), jax.random.key(0))
+    hidden = jax.ShapeDtypeStruct((1, 1024, config.hidden_size), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+
+    def temporaries(chunk):
+        def f(hidden, params, tokens):
+            return token_logprobs(params, config, hidden, tokens, chunk=chunk)[0].sum()
+
+        compiled = jax.jit(jax.grad(f, argnums=(0, 1))).lower(hidden, params, tokens).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    head = 4 * config.hidden_size * config.vocab_size
+    # 64 chunks; a copy of the head per chunk would be 8 MiB.
+    assert temporaries(16) < 16 * head
