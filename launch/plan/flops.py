@@ -44,8 +44,8 @@ def _equation(equation: Any, loop_trips: int) -> float:
     if name == "while":
         return loop_trips * sum(inner)
     if name == "shard_map":  # its body is what one device does
-        mesh = params["mesh"]
-        return sum(inner) * math.prod(mesh.shape[axis] for axis in params["manual_axes"])
+        axes = params.get("newly_manual_axes", params.get("manual_axes"))  # by version of jax
+        return sum(inner) * math.prod(params["mesh"].shape[axis] for axis in axes)
     if name.startswith("custom_vjp") or name.startswith("custom_jvp"):
         return inner[0]
     return sum(inner)
