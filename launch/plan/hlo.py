@@ -70,7 +70,7 @@ def collectives(text: str, *, per_node: int, loop_trips: int = 1) -> tuple[Colle
     computations, entry = _computations(text)
     totals = _walk(entry, computations, per_node, loop_trips, {})
     return tuple(
-        Collective(kind, crosses, int(round(count)), sent)
+        Collective(kind, crosses, round(count), sent)
         for (kind, crosses), (count, sent) in sorted(totals.items())
     )
 
@@ -101,9 +101,9 @@ def _kept(shape: str, layers: int, rows: tuple[int, int]) -> Iterator[int]:
     for kind, sizes in _SHAPE.findall(shape):
         dims = [int(d) for d in sizes.split(",") if d]
         # The compiler may reorder what follows the layers, and drops axes of length one.
-        if len(dims) > 2 and dims[0] == layers and math.prod(dims[1:]) % math.prod(rows) == 0:
-            if rows[1] in dims[1:]:
-                yield int(_size(kind, dims))
+        whole = math.prod(dims[1:]) % math.prod(rows) == 0 and rows[1] in dims[1:]
+        if len(dims) > 2 and dims[0] == layers and whole:
+            yield int(_size(kind, dims))
 
 
 def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
@@ -229,7 +229,7 @@ def _elements(shape: str) -> list[str]:
     parts, depth, start = [], 0, 1
     for i, letter in enumerate(shape):
         depth += (letter in "([") - (letter in ")]")
-        if depth == 1 and letter == "," or depth == 0 and i == len(shape) - 1:
+        if (depth == 1 and letter == ",") or (depth == 0 and i == len(shape) - 1):
             parts.append(shape[start:i].strip())
             start = i + 1
     return parts
