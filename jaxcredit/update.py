@@ -150,7 +150,10 @@ class Update:
 
 
 def make_update(
-    evaluate: Evaluate, optimizer: optax.GradientTransformation, config: LossConfig
+    evaluate: Evaluate,
+    optimizer: optax.GradientTransformation,
+    config: LossConfig,
+    shardings: TrainState | None = None,
 ) -> Update:
     """Builds the update.
 
@@ -159,6 +162,8 @@ def make_update(
         first argument.
       optimizer: any optax transformation.
       config: loss coefficients.
+      shardings: the state's shardings on a mesh, leaf by leaf; None on a single device. Gradients
+        are laid out as the weights they belong to.
 
     Returns:
       ``zeros(state)`` makes the gradient buffer; ``accumulate(state, frozen, grads, micro)``
@@ -166,11 +171,15 @@ def make_update(
       ``apply(state, grads)`` returns the new state (the old one is donated) and the gradient norm.
     """
 
-    @jax.jit
+    weights = None if shardings is None else shardings.trainable
+
+    @functools.partial(jax.jit, out_shardings=weights)
     def zeros(state: TrainState) -> Params:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.trainable)
 
-    @functools.partial(jax.jit, donate_argnums=(2,))
+    out = None if shardings is None else (weights, None)
+
+    @functools.partial(jax.jit, donate_argnums=(2,), out_shardings=out)
     def accumulate(
         state: TrainState, frozen: Params, grads: Params, micro: MicroBatch
     ) -> tuple[Params, dict[str, Array]]:
@@ -180,7 +189,9 @@ def make_update(
         grad, sums = jax.grad(loss, has_aux=True)(state.trainable)
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, grad), sums
 
-    @functools.partial(jax.jit, donate_argnums=(0,))
+    out = None if shardings is None else (shardings, None)
+
+    @functools.partial(jax.jit, donate_argnums=(0,), out_shardings=out)
     def apply(state: TrainState, grads: Params) -> tuple[TrainState, dict[str, Array]]:
         updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
         trainable = optax.apply_updates(state.trainable, updates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from envs.alfworld.tasks import list_tasks, task_list_hash
 from envs.chat import ChatFormat, chat_format
@@ -19,12 +21,19 @@ from envs.pool import Pool
 from envs.prompts import Prompt
 from envs.protocol import EnvSpec, Task
 from envs.rollout import Job, Limits, Player
-from launch.config import EnvConfig, PolicyConfig, PromptConfig, SftConfig, TrainConfig
+from launch.config import (
+    EnvConfig,
+    MeshConfig,
+    PolicyConfig,
+    PromptConfig,
+    SftConfig,
+    TrainConfig,
+)
 from launch.errors import UserError, user_errors
 from launch.keys import api_key
-from models import hf, lora, params, value
+from models import hf, lora, params, sharding, value
 from models.config import QwenConfig
-from models.policy import Policy
+from models.policy import Policy, weight_specs
 from models.sampler import Sampler, SamplerConfig
 from models.step_graph import check_layers, default_layers
 
@@ -38,6 +47,7 @@ class Parts:
     policy: Policy
     trainable: Any
     frozen: Any
+    specs: Any  # of ``trainable``
     stop_ids: tuple[int, ...]
 
 
@@ -81,12 +91,17 @@ def make_prompt(config: PromptConfig) -> Prompt:
 
 
 def load_base(
-    config: PolicyConfig, tokenizer: Any, stop_id: int, seed: int
+    config: PolicyConfig, tokenizer: Any, stop_id: int, seed: int, mesh: Mesh | None = None
 ) -> tuple[QwenConfig, Any]:
-    """The architecture and its weights, read from a folder or drawn from the seed."""
+    """The architecture and its weights, read from a folder or drawn from the seed.
+
+    Weights that are trained are float32, those below adapters have the forward pass's dtype.
+    """
+    dtype = jnp.dtype(config.dtype if config.lora else "float32")
+    place = None if mesh is None else functools.partial(sharding.param_shardings, mesh=mesh)
     if config.path is not None:
         with user_errors(f"policy.path: {config.path}", OSError, ValueError, KeyError):
-            return hf.load_policy(config.path, jnp.float32)
+            return hf.load_policy(config.path, dtype, place)
     assert config.init is not None
     init = config.init
     with user_errors("policy.init"):
@@ -105,7 +120,16 @@ def load_base(
             eos_token_ids=(stop_id,),
             pad_token_id=int(tokenizer.pad_token_id or 0),
         )
-    return sizes, params.init_params(sizes, jax.random.key(seed))
+    weights = params.init_params(sizes, jax.random.key(seed), dtype)
+    return sizes, weights if place is None else jax.device_put(weights, place(sizes))
+
+
+def open_mesh(config: MeshConfig | None) -> Mesh | None:
+    """The devices of a run; ``UserError`` if there are too few."""
+    if config is None:
+        return None
+    with user_errors("mesh"):
+        return sharding.make_mesh(config.data, config.tensor, config.context)
 
 
 def make_player(config: TrainConfig | SftConfig) -> Player:
@@ -131,39 +155,44 @@ def build(config: TrainConfig | SftConfig, *, critic: bool) -> Parts:
     """
     player = make_player(config)
     chat, tokenizer = player.chat, player.chat.tokenizer
-    sizes, base = load_base(config.policy, tokenizer, chat.end_id, config.seed)
+    mesh = open_mesh(config.mesh)
+    sizes, base = load_base(config.policy, tokenizer, chat.end_id, config.seed, mesh)
     if len(tokenizer) > sizes.vocab_size:
         raise UserError(
             f"tokenizer: {len(tokenizer)} ids, but the policy's vocabulary has {sizes.vocab_size}; "
             "use the tokenizer that belongs to policy.path"
         )
+    options = config.policy.lora
     trainable: dict[str, Any]
-    frozen = None
-    scale = None
-    if config.policy.lora is None:
+    frozen, scale, lora_on = None, None, None
+    if options is None:
         trainable = {"params": base}
     else:
-        options = config.policy.lora
+        lora_on = (options.rank, options.targets)
         with user_errors("policy.lora"):
-            adapters = lora.init_adapters(
-                sizes,
-                jax.random.fold_in(jax.random.key(config.seed), 1),
-                options.rank,
-                options.alpha,
-                options.targets,
-            )
-        dtype = jnp.dtype(config.policy.dtype)
+            key = jax.random.fold_in(jax.random.key(config.seed), 1)
+            adapters = lora.init_adapters(sizes, key, options.rank, options.alpha, options.targets)
         trainable, scale = {"adapters": adapters.weights}, adapters.scale
-        frozen = {"params": jax.tree.map(lambda x: x.astype(dtype), base)}
+        frozen = {"params": base}
     if critic:
         trainable["value"] = value.init_value_head(sizes)
-    policy = Policy(config=sizes, adapter_scale=scale, value_head=critic, dtype=config.policy.dtype)
+    specs, _ = weight_specs(sizes, lora_on, critic=critic)
+    if mesh is not None:
+        trainable = jax.device_put(trainable, sharding.tree_shardings(specs, sizes, mesh))
+    policy = Policy(
+        config=sizes,
+        adapter_scale=scale,
+        value_head=critic,
+        dtype=config.policy.dtype,
+        mesh=mesh,
+    )
     return Parts(
         chat=chat,
         player=player,
         policy=policy,
         trainable=trainable,
         frozen=frozen,
+        specs=specs,
         stop_ids=tuple(sorted({*sizes.eos_token_ids, chat.end_id})),
     )
 
@@ -234,6 +263,15 @@ def make_sampler(
 ) -> Sampler:
     """A sampler that holds the given weights."""
     weights, adapters = parts.policy.weights(trainable, parts.frozen)
+    sizes, mesh = parts.policy.config, parts.policy.mesh
+    if mesh is not None:  # between devices; a weight that already lies so is not copied
+        to = functools.partial(
+            sharding.tree_shardings, config=sizes, mesh=mesh, rules=sharding.SAMPLER_RULES
+        )
+        weights = jax.device_put(weights, to(params.param_specs(sizes)))
+        if adapters is not None:
+            placed = jax.device_put(adapters.weights, to(parts.specs["adapters"]))
+            adapters = dataclasses.replace(adapters, weights=placed)
     rollout = config.rollout
     settings = SamplerConfig(
         waves=rollout.waves,
@@ -248,7 +286,7 @@ def make_sampler(
     )
     return Sampler(
         weights,
-        parts.policy.config,
+        sizes,
         settings,
         adapters=adapters,
         seed=config.seed,

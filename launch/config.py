@@ -36,6 +36,8 @@ def _address(url: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(_address)]
+ROW_MULTIPLE = 64  # tokens: rows are padded to multiples of it
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Split = Literal["train", "valid_seen", "valid_unseen"]
 Kind = Literal[
@@ -109,6 +111,26 @@ class PolicyConfig(Section):
         if (self.path is None) == (self.init is None):
             both = "both are set" if self.path is not None else "neither is set"
             raise ValueError(f"set exactly one of path and init ({both}); null unsets a key")
+        return self
+
+
+class MeshConfig(Section):
+    """How the policy is spread over the devices of this host."""
+
+    # Replicas of the batch, each with a share of every weight; -1: all devices that are left.
+    data: Annotated[int, Field(ge=-1)] = -1
+    tensor: PositiveInt = 1  # parts of each matrix, of the heads and of the vocabulary
+    context: PositiveInt = 1  # parts of each row's tokens
+
+    @model_validator(mode="after")
+    def _sizes(self) -> MeshConfig:
+        if self.data == 0:
+            raise ValueError("data is 0; expected -1 or a positive size")
+        if ROW_MULTIPLE % self.context:
+            raise ValueError(
+                f"context is {self.context}; it must divide {ROW_MULTIPLE}, because rows are "
+                "padded to multiples of that many tokens"
+            )
         return self
 
 
@@ -299,6 +321,7 @@ class TrainConfig(Section):
     seed: NonNegativeInt = 0
     iterations: PositiveInt = 100
     policy: PolicyConfig
+    mesh: MeshConfig | None = None  # null: one device
     tokenizer: Path | None = None  # null: policy.path's; with policy.init the env's word tokenizer
     env: EnvConfig = EnvConfig()
     prompt: PromptConfig = PromptConfig()
@@ -335,6 +358,7 @@ class SftConfig(Section):
     run: Path  # folder that this run, and no other, owns
     seed: NonNegativeInt = 0
     policy: PolicyConfig
+    mesh: MeshConfig | None = None  # null: one device
     tokenizer: Path | None = None
     env: EnvConfig = EnvConfig()
     prompt: PromptConfig = PromptConfig()

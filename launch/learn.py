@@ -18,9 +18,10 @@ from jaxcredit.credit import CreditEstimator
 from jaxcredit.episodes import Credit, Episode, EpisodeBatch, Signals, as_fields
 from jaxcredit.update import MicroBatch, TrainState, Update
 from launch.assemble import Parts
-from launch.config import TrainConfig
+from launch.config import ROW_MULTIPLE, TrainConfig
 from launch.judge import Judge, judge_scores
 from models.score import ScoreConfig, score
+from models.sharding import place_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Setup:
     update: Update
     tasks: tuple[Task, ...]
     judge: Judge | None = None
+    shardings: TrainState | None = None  # of the state, on a mesh
 
 
 def signals_for(
@@ -62,7 +64,10 @@ def signals_for(
         signals = dataclasses.replace(signals, ref_logp=_reference_logp(setup, batch))
     if "hindsight_logp" in needs:
         other = batching.batch_episodes(
-            episodes, max_steps=setup.config.env.max_steps, length_multiple=64, hindsight=True
+            episodes,
+            max_steps=setup.config.env.max_steps,
+            length_multiple=ROW_MULTIPLE,
+            hindsight=True,
         )
         policy = dataclasses.replace(policy, value_head=False, entropy=False)
         # A hindsight prompt may be longer than the one it replaces.
@@ -116,6 +121,7 @@ def update_policy(
     lengths = batching.row_lengths(batch)
     owner = np.asarray(batch.episode).max(axis=1)
     token_weight = np.asarray(found.token_weight)
+    mesh = setup.parts.policy.mesh
     rows: list[dict[str, Any]] = []
     for chosen in minibatches(setup, int(state.iteration)):
         weight = losses.loss_weights(batch, token_weight, chosen, setup.config.loss.reduce)
@@ -124,7 +130,11 @@ def update_policy(
         grads, sums = setup.update.zeros(state), []
         mine = np.flatnonzero(np.isin(owner, chosen))
         for part in batching.length_slices(
-            lengths, tokens=setup.scoring.tokens, buckets=setup.scoring.buckets, rows=mine
+            lengths,
+            tokens=setup.scoring.tokens,
+            buckets=setup.scoring.buckets,
+            rows=mine,
+            multiple=1 if mesh is None else mesh.shape["data"],
         ):
             fields = batching.take_rows(batch, part)
             micro = MicroBatch(
@@ -138,6 +148,7 @@ def update_policy(
                     }
                 )
             )
+            micro = place_rows(micro, mesh)
             grads, sum_ = setup.update.accumulate(state, setup.parts.frozen, grads, micro)
             sums.append(sum_)
         state, norm = setup.update.apply(state, grads)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,13 +21,13 @@ from jaxcredit import batching, checkpoint, credit
 from jaxcredit.credit import CreditEstimator
 from jaxcredit.episodes import Episode, EpisodeBatch, Signals, Status
 from jaxcredit.update import LossConfig, TrainState, make_update
-from launch import assemble, evaluate, games, metrics, progress, runs
-from launch.config import TrainConfig
+from launch import assemble, evaluate, games, metrics, placement, progress, runs
+from launch.config import ROW_MULTIPLE, TrainConfig
 from launch.errors import UserError, user_errors
 from launch.judge import judge_of
 from launch.learn import Setup, signals_for, update_policy
 from launch.schedules import learning_rate_schedule
-from models import hf
+from models import hf, lora, peft
 from models.score import ScoreConfig, buckets_for
 
 
@@ -98,18 +100,20 @@ def prepare(config: TrainConfig) -> Setup:
         value=config.loss.value if policy.value_head else 0.0,
         entropy=config.loss.entropy,
     )
+    shardings = placement.state_shardings(policy, parts.specs, optimizer, estimator.init())
     games.ensure(config.env)
     return Setup(
         config=config,
         parts=dataclasses.replace(parts, policy=policy),
         estimator=estimator,
         scoring=ScoreConfig(
-            buckets=buckets_for(config.prompt.max_context, multiple=64, count=4),
+            buckets=buckets_for(config.prompt.max_context, multiple=ROW_MULTIPLE),
             tokens=config.optimizer.microbatch_tokens,
             layers=layers,
         ),
         optimizer=optimizer,
-        update=make_update(policy.evaluate, optimizer, loss),
+        shardings=shardings,
+        update=make_update(policy.evaluate, optimizer, loss, shardings),
         tasks=assemble.tasks_of(config.env, "train"),
         judge=judge,
     )
@@ -117,13 +121,8 @@ def prepare(config: TrainConfig) -> Setup:
 
 def initial_state(setup: Setup) -> TrainState:
     """The state before the first iteration."""
-    trainable = jax.tree.map(jnp.copy, setup.parts.trainable)
-    return TrainState(
-        trainable=trainable,
-        opt_state=setup.optimizer.init(trainable),
-        credit_state=setup.estimator.init(),
-        iteration=jnp.int32(0),
-        updates=jnp.int32(0),
+    return placement.initial_state(
+        setup.parts.trainable, setup.optimizer, setup.estimator.init(), setup.shardings
     )
 
 
@@ -194,7 +193,7 @@ def iterate(
     batch = batching.batch_episodes(
         episodes,
         max_steps=setup.config.env.max_steps,
-        length_multiple=64,
+        length_multiple=ROW_MULTIPLE,
         groups=setup.config.rollout.group_size,
     )
     signals = signals_for(setup, state, episodes, batch)
@@ -316,16 +315,30 @@ def _finish(setup: Setup, state: TrainState, run: runs.Run) -> None:
     print(f"digest: {checkpoint.digest(state.trainable)}", flush=True)
 
 
-def export(setup: Setup, state: TrainState, folder: Any) -> None:
-    """Writes the policy (adapters merged) and its tokenizer in Hugging Face's layout."""
-    weights, adapters = setup.parts.policy.weights(state.trainable, setup.parts.frozen)
-    if adapters is not None:
-        from models import lora
+def export(setup: Setup, state: TrainState, folder: Path) -> None:
+    """Writes the policy (adapters merged) and its tokenizer in Hugging Face's layout.
 
+    Adapters are also written alone, in PEFT's layout, to ``adapters`` beside ``folder``.
+    """
+    parts, source = setup.parts, setup.config.policy
+    # Merged in float32: an adapter's change may be smaller than the base's rounding.
+    exact = dataclasses.replace(parts.policy, dtype="float32")
+    weights, adapters = exact.weights(state.trainable, parts.frozen)
+    if adapters is not None:
         weights = lora.merge(weights, adapters)
+        with _replacing(folder.with_name("adapters")) as partial:
+            base = None if source.path is None else str(source.path)
+            peft.save_adapters(partial, parts.policy.config, adapters, base=base)
+    with _replacing(folder) as partial:
+        hf.save_policy(partial, parts.policy.config, weights, jnp.float32)
+        parts.chat.tokenizer.save_pretrained(partial)
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A new folder that takes ``folder``'s place when it is complete."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    hf.save_policy(partial, setup.parts.policy.config, weights, jnp.float32)
-    setup.parts.chat.tokenizer.save_pretrained(partial)
+    yield partial
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxcredit.episodes import Kind
@@ -18,6 +20,8 @@ from jaxcredit.update import MicroBatch, PolicyOutput
 from models import lora, qwen, value
 from models.config import QwenConfig
 from models.logprobs import token_logprobs
+from models.params import param_specs
+from models.sharding import traced_on
 from models.step_graph import Capture
 
 
@@ -35,6 +39,7 @@ class Policy:
       dtype: of the forward pass.
       entropy: compute per-token entropies.
       backend: "cpu", "gpu" or "tpu" of the devices that will run it; None: JAX's default.
+      mesh: the devices it is spread over (``models.sharding.make_mesh``); None: a single one.
     """
 
     config: QwenConfig
@@ -46,6 +51,7 @@ class Policy:
     dtype: str = "float32"
     entropy: bool = False
     backend: str | None = None
+    mesh: Mesh | None = None
 
     def weights(self, trainable: Any, frozen: Any) -> tuple[Any, Any]:
         """(parameters, adapters or None) in the forward pass's dtype."""
@@ -66,19 +72,20 @@ class Policy:
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B L 2 K K"] | None]:
         """Final hidden states, and the step graph where it is asked for."""
         params, adapters = self.weights(trainable, frozen)
-        return qwen.forward(
-            params,
-            self.config,
-            tokens,
-            position,
-            segment,
-            adapters=adapters,
-            capture=capture,
-            attention=self.attention,
-            remat=self.remat,
-            backend=self.backend,
-            packed=False,  # one conversation or window per row, padded on the right
-        )
+        with traced_on(self.mesh):
+            return qwen.forward(
+                params,
+                self.config,
+                tokens,
+                position,
+                segment,
+                adapters=adapters,
+                capture=capture,
+                attention=self.attention,
+                remat=self.remat,
+                backend=self.backend,
+                packed=False,  # one conversation or window per row, padded on the right
+            )
 
     def evaluate(self, trainable: Any, frozen: Any, micro: MicroBatch) -> PolicyOutput:
         """What the loss needs of a micro-batch (see ``jaxcredit.update.make_update``)."""
@@ -106,6 +113,27 @@ class Policy:
         )
         values = value.values(trainable["value"], hidden) if self.value_head else None
         return PolicyOutput(logp=logp, value=values, entropy=entropy)
+
+
+def weight_specs(
+    config: QwenConfig, lora_on: tuple[int, Sequence[str]] | None, *, critic: bool
+) -> tuple[Any, Any]:
+    """Specifications of (trainable, frozen or None), the trees of the module docstring.
+
+    Args:
+      config: the architecture.
+      lora_on: rank and targets of the adapters, or None when every weight is trained.
+      critic: whether there is a value head.
+    """
+    base = {"params": param_specs(config)}
+    trainable: dict[str, Any]
+    if lora_on is None:
+        trainable, frozen = base, None
+    else:
+        trainable, frozen = {"adapters": lora.adapter_specs(config, *lora_on)}, base
+    if critic:
+        trainable["value"] = value.value_specs(config)
+    return trainable, frozen
 
 
 def message_steps(kind: Int[Array, "B T"], step: Int[Array, "B T"]) -> tuple[Array, Array]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from jaxcredit.batching import length_slices, row_lengths, take_rows
 from jaxcredit.episodes import EpisodeBatch, Signals, as_fields
 from models.policy import Policy, message_steps
+from models.sharding import place_rows
 from models.step_graph import Capture
 
 
@@ -90,8 +91,14 @@ def score(
     program = _program(policy, layers, k, head)
     arrays: dict[str, np.ndarray] = {}
     graph = np.zeros((n, len(layers), 2, k, k), np.float32) if step_graph else None
-    for part in length_slices(row_lengths(batch), tokens=config.tokens, buckets=config.buckets):
-        output, part_graph = program(trainable, frozen, take_rows(batch, part))
+    mesh = policy.mesh
+    for part in length_slices(
+        row_lengths(batch),
+        tokens=config.tokens,
+        buckets=config.buckets,
+        multiple=1 if mesh is None else mesh.shape["data"],
+    ):
+        output, part_graph = program(trainable, frozen, place_rows(take_rows(batch, part), mesh))
         chosen = part.rows[: part.n]
         if output is not None:
             for name in ("logp", "value", "entropy"):
@@ -109,8 +116,14 @@ def score(
     return Signals(**as_fields(arrays))
 
 
-def buckets_for(longest: int, *, multiple: int = 128, count: int = 4) -> tuple[int, ...]:
-    """Up to ``count`` evenly spaced row widths, multiples of ``multiple``, holding ``longest``."""
+def buckets_for(longest: int, *, multiple: int = 128, growth: float = 1.2) -> tuple[int, ...]:
+    """Row widths from ``multiple`` up to one that holds ``longest``, all multiples of ``multiple``.
+
+    Each is ``growth`` times the one before, rounded up: few programs, and little padding for rows
+    of any length.
+    """
     top = -(-longest // multiple)
-    steps: Sequence[int] = sorted({max(1, -(-top * i // count)) for i in range(1, count + 1)})
+    steps = [1]
+    while steps[-1] < top:
+        steps.append(min(top, max(steps[-1] + 1, math.ceil(steps[-1] * growth))))
     return tuple(multiple * s for s in steps)

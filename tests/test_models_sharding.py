@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from models import attention, lora, qwen
+from models import attention, hf, lora, qwen
 from models.attention import divisible_heads
 from models.config import QwenConfig
 from models.logprobs import token_logprobs
@@ -141,6 +142,32 @@ def test_logits_are_never_gathered():
     logits = re.findall(r"f32\[(?:\d+,)*64\]", text)  # 64 ids, or 64 tokens of a chunk
     assert "f32[4,8,16]" in text  # rows, tokens of a chunk, a quarter of the ids
     assert not [x for x in logits if x.count(",") == 2], set(logits)
+
+
+@pytest.mark.parametrize("name", ["tied", "untied", "qwen3"])
+def test_each_device_reads_its_own_part_of_the_files(monkeypatch, name):
+    folder = Path(__file__).parent / "golden" / name
+    config, want = hf.load_policy(folder)
+    mesh = make_mesh(2, 2, 2)
+    read = []
+    part = hf._part
+
+    def counted(read_, hf_name, flip, index, dtype):
+        out = part(read_, hf_name, flip, index, dtype)
+        read.append((hf_name, out.size))
+        return out
+
+    monkeypatch.setattr(hf, "_part", counted)
+    _, got = hf.load_policy(folder, shardings=functools.partial(param_shardings, mesh=mesh))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    for leaf, place in zip(
+        jax.tree.leaves(got), jax.tree.leaves(param_shardings(config, mesh)), strict=True
+    ):
+        assert leaf.sharding == place
+    parts = [size for hf_name, size in read if hf_name.endswith("gate_proj.weight")]
+    layer = want["layers"]["gate"][0].size
+    assert set(parts) == {layer // 4}, "a device read more than its quarter of a matrix"
 
 
 def test_heads_are_split_whole_or_not_at_all():

@@ -65,10 +65,14 @@ def workplace(tmp_path_factory):
     return folder
 
 
-def launch(workplace, *arguments, status=0):
+def launch(workplace, *arguments, status=0, devices=1):
     """Runs a command; returns the finished process."""
     done = subprocess.run(
-        command(*arguments), cwd=ROOT, env=environment(workplace), capture_output=True, text=True
+        command(*arguments),
+        cwd=ROOT,
+        env=environment(workplace, devices),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == status, done.stderr[-3000:]
     return done
@@ -78,14 +82,20 @@ def command(*arguments):
     return [sys.executable, "-m", "launch", *map(str, arguments)]
 
 
-def environment(workplace):
-    plain = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    return {**plain, "JAX_COMPILATION_CACHE_DIR": str(workplace / "xla")}
+def environment(workplace, devices=1):
+    # Collectives of simulated devices wait for each other forever unless they keep one order.
+    flags = (
+        f"--xla_force_host_platform_device_count={devices} "
+        "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+    )
+    return {**os.environ, "XLA_FLAGS": flags, "JAX_COMPILATION_CACHE_DIR": str(workplace / "xla")}
 
 
-def train(workplace, run, *overrides):
+def train(workplace, run, *overrides, devices=1, status=0):
     sets = [x for o in (f"run={workplace / run}", *overrides) for x in ("--set", o)]
-    return launch(workplace, "train", workplace / "tiny.yaml", *sets)
+    return launch(
+        workplace, "train", workplace / "tiny.yaml", *sets, devices=devices, status=status
+    )
 
 
 def digest(done):
@@ -98,6 +108,48 @@ def digest(done):
 def whole(workplace):
     """An uninterrupted run."""
     return train(workplace, "whole")
+
+
+MESHED = (
+    "iterations=2",
+    "credit=attnsr",
+    "policy.lora={rank: 2, alpha: 4}",
+    "policy.init.num_key_value_heads=2",
+    "optimizer.microbatch_tokens=1024",
+)
+
+
+def test_a_run_on_a_mesh_learns_what_one_device_learns(workplace):
+    """LoRA, critic and step graph on 2 x 2 x 2 devices, stopped and resumed in between."""
+    mesh = "mesh={data: 2, tensor: 2, context: 2}"
+    train(workplace, "alone", *MESHED)
+    train(workplace, "meshed", *MESHED, mesh, "iterations=1", devices=8)
+    done = train(workplace, "meshed", *MESHED, mesh, devices=8)
+    assert "go on after iteration 1" in done.stdout
+    alone, meshed = (
+        [json.loads(x) for x in (workplace / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("alone", "meshed")
+    )
+    assert len(meshed) == 2
+    for want, got in zip(alone, meshed, strict=True):
+        for name in want:
+            if not name.startswith(("seconds/", "time", "agreement/")):
+                assert got[name] == pytest.approx(want[name], rel=2e-3, abs=2e-5), name
+    assert played(workplace / "alone") == played(workplace / "meshed")
+    assert (workplace / "meshed" / "policy" / "model.safetensors").is_file()
+    assert (workplace / "meshed" / "adapters" / "adapter_model.safetensors").is_file()
+
+
+def played(run):
+    lines = (run / "episodes.jsonl").read_text().splitlines()
+    return [json.loads(line)["actions"] for line in lines]
+
+
+def test_a_mesh_of_too_many_devices_is_refused(workplace):
+    done = train(workplace, "big", "mesh={data: 4, tensor: 3}", devices=8, status=2)
+    assert "mesh: " in done.stderr
+    assert "needs 12 devices and 8 are present" in done.stderr
+    assert not (workplace / "big").exists()
 
 
 def test_a_run_leaves_its_record(workplace, whole):
