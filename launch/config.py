@@ -104,6 +104,9 @@ class PolicyConfig(Section):
     init: InitConfig | None = None
     lora: LoraConfig | None = None  # null: every parameter is trained
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward pass; updates are float32
+    # What the backward pass computes anew in place of keeping it: nothing ("none"), each layer but
+    # its products with weights ("dots"), each layer ("full").
+    remat: Literal["none", "dots", "full"] = "none"
     step_graph_layers: tuple[NonNegativeInt, ...] | None = None  # null: the paper's, by depth
 
     @model_validator(mode="after")

@@ -62,8 +62,8 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     )
 
 
-def prepare(config: TrainConfig) -> Setup:
-    """Checks the config and builds what it names; then writes missing games, and nothing else."""
+def checked_estimator(config: TrainConfig) -> CreditEstimator:
+    """The credit method of a config whose parts fit together; ``UserError`` if they do not."""
     if config.engine is not None:
         raise UserError(
             f"engine: training cannot play through {config.engine.url}: the server does not get "
@@ -84,8 +84,20 @@ def prepare(config: TrainConfig) -> Setup:
             f"credit: {estimator.name} needs token_flow, which no run computes; use "
             "flowtracer_step, or call jaxcredit.credit.token_flow in a program of your own"
         )
+    return estimator
+
+
+def prepare(config: TrainConfig) -> Setup:
+    """Checks the config and builds what it names; then writes missing games, and nothing else."""
+    estimator = checked_estimator(config)
     judge = judge_of(config, estimator.needs)
-    parts = assemble.build(config, critic="value" in estimator.needs)
+    setup = setup_of(config, assemble.build(config, critic="value" in estimator.needs), estimator)
+    games.ensure(config.env)
+    return dataclasses.replace(setup, tasks=assemble.tasks_of(config.env, "train"), judge=judge)
+
+
+def setup_of(config: TrainConfig, parts: assemble.Parts, estimator: CreditEstimator) -> Setup:
+    """The device side of a run: its programs and shapes. Looks at no weight."""
     layers = assemble.step_graph_layers(config.policy, parts.policy.config.num_hidden_layers)
     policy = dataclasses.replace(
         parts.policy,
@@ -101,7 +113,6 @@ def prepare(config: TrainConfig) -> Setup:
         entropy=config.loss.entropy,
     )
     shardings = placement.state_shardings(policy, parts.specs, optimizer, estimator.init())
-    games.ensure(config.env)
     return Setup(
         config=config,
         parts=dataclasses.replace(parts, policy=policy),
@@ -114,8 +125,6 @@ def prepare(config: TrainConfig) -> Setup:
         optimizer=optimizer,
         shardings=shardings,
         update=make_update(policy.evaluate, optimizer, loss, shardings),
-        tasks=assemble.tasks_of(config.env, "train"),
-        judge=judge,
     )
 
 

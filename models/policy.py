@@ -102,15 +102,16 @@ class Policy:
     ) -> PolicyOutput:
         """Log-probabilities, entropies and values of the masked tokens."""
         params, _ = self.weights(trainable, frozen)
-        logp, entropy = token_logprobs(
-            params,
-            self.config,
-            hidden,
-            tokens,
-            mask=mask,
-            temperature=self.temperature,
-            entropy=self.entropy,
-        )
+        with traced_on(self.mesh):
+            logp, entropy = token_logprobs(
+                params,
+                self.config,
+                hidden,
+                tokens,
+                mask=mask,
+                temperature=self.temperature,
+                entropy=self.entropy,
+            )
         values = value.values(trainable["value"], hidden) if self.value_head else None
         return PolicyOutput(logp=logp, value=values, entropy=entropy)
 

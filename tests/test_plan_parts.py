@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from launch.errors import UserError
 from launch.plan import flops, hlo
 from launch.plan.hardware import GIB, parse, table, target_text
+from models.attention import splash
+from models.attention.case import Case
 
 MESH = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -88,6 +90,25 @@ def test_an_unknown_number_of_rounds_is_the_callers():
     text = compiled(f, (16, 64), specs=(P("data", "tensor"),), out=P("data", "tensor"))
     once, thrice = found(text), found(text, loop_trips=3)
     assert thrice["all-reduce", False][1] == 3 * once["all-reduce", False][1] > 0
+
+
+def test_rounds_are_read_from_the_condition_where_they_are_not_stated():
+    text = """
+%body (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %r = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+}
+%condition (x: f32[8]) -> pred[] {
+  %i = s32[]{:T(128)} get-tuple-element(%x), index=0
+  %end = s32[]{:T(128)} constant(28)
+  ROOT %lt = pred[]{:T(512)} compare(%i, %end), direction=LT, metadata={op_name="lt"}
+}
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %w = f32[8]{0} while(%x), condition=%condition, body=%body
+}
+"""
+    assert found(text)["all-reduce", False] == (28, 28 * 2 * 32 / 2)
 
 
 @pytest.mark.parametrize(("axis", "crosses"), [("data", True), ("tensor", False)])
@@ -167,6 +188,21 @@ def test_operations(f, products):
     a, b = jnp.zeros((8, 16)), jnp.zeros((16, 32))
     args = (a,) if f is jnp.sinh else (a, b)
     assert flops.count(jax.jit(f).trace(*args).jaxpr, loop_trips=4) == products * 2 * 8 * 16 * 32
+
+
+def test_operations_of_the_splash_kernels():
+    B, T, H, G, h = 2, 256, 4, 2, 128
+    case = Case((B, T, H, h), G, jnp.bfloat16, "tpu")
+    q, k = jnp.zeros((B, T, H, h), jnp.bfloat16), jnp.zeros((B, T, G, h), jnp.bfloat16)
+    segments = jnp.ones((B, T), jnp.int32)
+
+    def f(q, k, v):
+        return jnp.sum(splash.attend(case, q, k, v, segments)[0].astype(jnp.float32))
+
+    traced = jax.jit(jax.grad(f, argnums=(0, 1, 2))).trace(q, k, k)
+    product = 2 * B * H * h * T * T / 2
+    inner = 2 * B * T * H * h  # sum of out * d_out, of which the backward pass starts
+    assert flops.count(traced.jaxpr) == (2 + 3 + 4) * product + inner
 
 
 def test_operations_agree_with_the_compiler_where_there_is_no_loop():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any
 
 import jax
 
@@ -12,23 +11,14 @@ from launch.plan import flops, hlo
 from launch.plan.hardware import GIB, Topology
 from launch.plan.ledger import Planned, estimate
 from launch.plan.programs import Program
+from models.policy import Policy
 
 # XLA on a TPU refuses a program that is too large for the memory it knows of.
 _NEEDED = re.compile(r"\(([\d.]+)([GM])\) exceeds|Used ([\d.]+)([GM]) of")
 
 
-def plan_program(
-    program: Program, topology: Topology, layers: int, rows: tuple[int, int], dtype: str
-) -> Planned:
-    """Compiles a program for a topology.
-
-    Args:
-      program: what to compile.
-      topology: for what.
-      layers: of the policy.
-      rows: (rows, tokens) of its slice on one device.
-      dtype: of its products.
-    """
+def plan_program(program: Program, topology: Topology, policy: Policy) -> Planned:
+    """Compiles a program of a policy for a topology."""
     started = time.perf_counter()
     traced = program.function.trace(*program.args, **program.static)
     operations = flops.count(traced.jaxpr, loop_trips=program.rounds)
@@ -44,15 +34,15 @@ def plan_program(
             live={**program.live, "temporaries": _needed(str(error))},
             flops=operations,
             collectives=None,
-            kernels={},
+            attention=None,
             estimate=None,
             failure=str(error).splitlines()[0],
             compile_s=time.perf_counter() - started,
         )
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    kept = min(hlo.stacked_bytes(text, layers, rows), memory.temp_size_in_bytes)
-    if "accumulate" not in program.name:
-        kept = 0  # nothing is kept where nothing is differentiated
+    kept = 0
+    if program.differentiated:
+        kept = hlo.stacked_bytes(text, policy.config.num_hidden_layers, _local(program, policy))
     new = max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
     live = {
         **program.live,
@@ -71,8 +61,8 @@ def plan_program(
         live=live,
         flops=operations,
         collectives=exchanges,
-        kernels=dict(hlo.custom_calls(text)),
-        estimate=estimate(topology, dtype, operations, touched, exchanges),
+        attention=_attention(text) if program.shape[0] else None,
+        estimate=estimate(topology, policy.dtype, operations, touched, exchanges),
         failure=None,
         compile_s=time.perf_counter() - started,
     )
@@ -87,9 +77,17 @@ def _needed(message: str) -> float:
     return float(size) * (GIB if unit == "G" else 1024**2)
 
 
-def attention_of(kernels: Any) -> str:
+def _local(program: Program, policy: Policy) -> tuple[int, int]:
+    """Rows and tokens of a program's slice on one device."""
+    (rows, tokens), mesh = program.shape, policy.mesh
+    if mesh is None:
+        return rows, tokens
+    return rows // mesh.shape["data"], tokens // mesh.shape["context"]
+
+
+def _attention(text: str) -> str:
     """Which attention a program was compiled with, by the kernels it calls."""
-    names = " ".join(kernels)
+    names = " ".join(hlo.custom_calls(text))
     if "fmha" in names:
         return "cudnn"
     return "splash" if "tpu_custom_call" in names else "xla"

@@ -81,7 +81,8 @@ def _splash(equation: Any) -> float:
     """
     name = str(equation.params.get("name") or equation.params.get("name_and_src_info") or "")
     products = next((n for part, n in (("dkv", 4), ("dq", 3), ("fwd", 2)) if part in name), 0)
-    shapes = [v.aval.shape for v in equation.outvars if len(v.aval.shape) >= 3]
+    arrays = (*equation.invars, *equation.outvars)  # the largest has all query heads
+    shapes = [v.aval.shape for v in arrays if len(v.aval.shape) >= 3]
     if not products or "splash" not in name or not shapes:
         return 0.0
     *rows, T, h = max(shapes, key=math.prod)

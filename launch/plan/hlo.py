@@ -20,7 +20,7 @@ _BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "token": 0, "opaque": 0}  # else the 
 _LAYOUT = re.compile(r"(?<=\])\{[^{}]*\}")
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*)$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"^([a-z][\w\-]*)\(")
 _CALLED = re.compile(r"(?:calls|body|condition|to_apply)=%?([\w.\-]+)")
 _BRANCHES = re.compile(
@@ -54,6 +54,8 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
+    name: str
+    root: bool
     opcode: str
     shape: str
     rest: str
@@ -118,10 +120,10 @@ def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
             continue
         match = _INSTRUCTION.match(line)
         if match:
-            shape, rest = _split_shape(re.sub(r"/\*.*?\*/", "", match[1]))
+            shape, rest = _split_shape(re.sub(r"/\*.*?\*/", "", match[3]))
             opcode = _OPCODE.match(rest)
             if opcode:
-                current.append(_Instruction(opcode[1], shape, rest))
+                current.append(_Instruction(match[2], bool(match[1]), opcode[1], shape, rest))
     return found, entry
 
 
@@ -166,8 +168,7 @@ def _walk(
         if kind in KINDS:
             add(_exchange(kind, instruction, per_node))
         elif instruction.opcode == "while":
-            trips = _TRIPS.search(instruction.rest)
-            times = int(trips[1]) if trips else loop_trips
+            times = _rounds(instruction, computations) or loop_trips
             for called in _CALLED.findall(instruction.rest):
                 add(inside(called), times)
         elif instruction.opcode == "conditional":
@@ -181,6 +182,20 @@ def _walk(
                 add(inside(called))
     done[name] = total
     return total
+
+
+def _rounds(loop: _Instruction, computations: dict[str, list[_Instruction]]) -> int | None:
+    """How often a loop runs: as stated, else the constant that its counter is compared with."""
+    if stated := _TRIPS.search(loop.rest):
+        return int(stated[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", loop.rest)
+    body = computations.get(condition[1], []) if condition else []
+    ends = {i.name: re.match(r"constant\((\d+)\)", i.rest) for i in body}
+    for i in body:
+        compared = re.match(r"compare\(.*%([\w.\-]+)\), direction=LT", i.rest)
+        if i.root and compared and (end := ends.get(compared[1])):
+            return int(end[1])
+    return None
 
 
 def _exchange(kind: str, instruction: _Instruction, per_node: int) -> Totals:

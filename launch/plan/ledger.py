@@ -73,7 +73,7 @@ class Planned:
       live: bytes per device by consumer (keys of ``CONSUMERS``).
       flops: operations of one call on all devices together.
       collectives: exchanges of one call, per device; None if it did not compile.
-      kernels: routines and kernels of vendors that it calls, with counts.
+      attention: "cudnn", "splash" or "xla", by the kernels that it calls; None without attention.
       estimate: least seconds of one call; None without facts about the device.
       failure: the compiler's words if it found the program too large.
       compile_s: seconds that compiling took here.
@@ -85,7 +85,7 @@ class Planned:
     live: Mapping[str, float]
     flops: float
     collectives: tuple[Collective, ...] | None
-    kernels: Mapping[str, int]
+    attention: str | None
     estimate: Estimate | None
     failure: str | None
     compile_s: float

@@ -8,6 +8,7 @@ and need no more memory.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from launch.plan.ledger import bytes_per_device
 from models import hf, sampler, sharding
 from models.config import QwenConfig
 from models.known import known_config
-from models.params import is_spec
+from models.params import is_spec, param_count
 from models.score import program as score_program
 
 
@@ -47,6 +48,7 @@ class Program:
       static: keyword arguments.
       live: bytes per device of everything that is held meanwhile, its own arguments included.
       rounds: how often its loop over new tokens runs; it reads its arguments that often.
+      differentiated: whether a backward pass follows the forward pass.
     """
 
     name: str
@@ -57,6 +59,15 @@ class Program:
     static: Mapping[str, Any]
     live: Mapping[str, float]
     rounds: int = 1
+    differentiated: bool = False
+
+    @property
+    def phase(self) -> str:
+        """ "rollout", "score" or "update"."""
+        return self.name.partition(":")[0]
+
+
+PHASES = ("rollout", "score", "update")
 
 
 def architecture(config: TrainConfig) -> tuple[QwenConfig, str]:
@@ -76,6 +87,33 @@ def architecture(config: TrainConfig) -> tuple[QwenConfig, str]:
         return known_config(path.name), f"the published sizes of {path.name} ({path} is not here)"
     except ValueError as error:
         raise UserError(f"policy.path: {path} holds no config.json, and {error}") from error
+
+
+def about(config: TrainConfig, setup: Setup, topology: Topology) -> dict[str, Any]:
+    """What a plan is of, in words and numbers."""
+    policy, parts = setup.parts.policy, setup.parts
+    total = param_count(policy.config)
+    trained = sum(math.prod(x.shape) for x in jax.tree.leaves(parts.trainable))
+    options = config.policy.lora
+    how = "every weight is trained" if options is None else f"LoRA of rank {options.rank}"
+    _, source = architecture(config)
+    words = (
+        f"{total / 1e9:.3g} B parameters by {source}; {how} ({trained / 1e6:.4g} M trained), "
+        f"{policy.dtype}, remat {policy.remat}"
+    )
+    mesh = "mesh: null, so one device is used"
+    if policy.mesh is not None:
+        sizes = " x ".join(f"{name} {size}" for name, size in policy.mesh.shape.items())
+        mesh = f"mesh {sizes}"
+    return {
+        "platform": topology.platform,
+        "mesh": mesh,
+        "policy": words,
+        "parameters": total,
+        "trained_parameters": trained,
+        "credit": setup.estimator.name,
+        "context_tokens": config.prompt.max_context,
+    }
 
 
 def abstract_setup(config: TrainConfig, topology: Topology, devices: list[Any]) -> Setup:
@@ -223,8 +261,10 @@ def _rollout(
         places, adapter_places = assemble.sampler_places(parts)
         weights = shapes(weights, places)
         if adapters is not None:
-            adapters = dataclasses.replace(adapters, weights=shapes(adapters.weights, adapter_places))
-        wave = shapes(wave, sampler.wave_places(wave, mesh))
+            adapters = dataclasses.replace(
+                adapters, weights=shapes(adapters.weights, adapter_places)
+            )
+        wave = shapes(wave, sampler.wave_shardings(sizes, settings.slots, mesh))
     own = bytes_per_device((weights, adapters))
     if mesh is None or mesh.size == 1:  # what has the right type already is not copied
         same = state.trainable if parts.frozen is None else parts.frozen
@@ -234,7 +274,7 @@ def _rollout(
         "sampler's weights": max(own, 0.0),
         "cache": settings.waves * bytes_per_device(wave),
     }
-    prefill, decode = sampler.programs(sizes, dataclasses.replace(settings, temperature=1.0))
+    prefill, decode = sampler.programs(sizes, dataclasses.replace(settings, temperature=1.0), mesh)
     slots, width, span = settings.slots, settings.prefill[-1], {"span": settings.capacity}
     ids = jax.ShapeDtypeStruct((slots,), np.int32)
     yield Program(
@@ -277,7 +317,9 @@ def _scoring(
     shape, steps = _slice_shape(setup), config.env.max_steps
     calls = _calls(setup, _episodes(config))
 
-    def scoring(name: str, policy: Any, weights: Any, frozen: Any, layers: Any, head: bool) -> Program:
+    def scoring(
+        name: str, policy: Any, weights: Any, frozen: Any, layers: Any, head: bool
+    ) -> Program:
         function = score_program(policy, layers, steps, head)
         return Program(name, shape, calls, function, (weights, frozen, rows), {}, live)
 
@@ -325,7 +367,6 @@ def _update(
         (state, parts.frozen, grads, micro),
         {},
         {**live, "batch": bytes_per_device(micro)},
+        differentiated=True,
     )
-    yield Program(
-        "update: apply", (0, 0), steps, setup.update.apply, (state, grads), {}, live
-    )
+    yield Program("update: apply", (0, 0), steps, setup.update.apply, (state, grads), {}, live)

@@ -178,7 +178,10 @@ def _verdict(found: dict[str, Any]) -> list[str]:
     )
     if found["fits"]:
         lines = [f"{peak}, {usable}: fits"]
-        if found["platform"] == "gpu" and found["peak_bytes"] > _GPU_DEFAULT * found["memory_bytes"]:
+        if (
+            found["platform"] == "gpu"
+            and found["peak_bytes"] > _GPU_DEFAULT * found["memory_bytes"]
+        ):
             lines.append(
                 "JAX takes 75 % of a GPU by default: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.9"
             )
