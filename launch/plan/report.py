@@ -156,13 +156,10 @@ def _least(estimate: dict[str, float] | None) -> str:
 
 def _iteration(programs: Iterable[dict[str, Any]]) -> list[str]:
     """The least time of scoring and updating one iteration, where both are known."""
-    known = [
-        p["calls_per_iteration"] * p["estimate"]["least_s"]
-        for p in programs
-        if p["calls_per_iteration"] and p["estimate"]
-    ]
-    if not known:
+    mine = [p for p in programs if not p["name"].startswith("rollout")]
+    if not mine or any(p["calls_per_iteration"] is None or not p["estimate"] for p in mine):
         return []
+    known = [p["calls_per_iteration"] * p["estimate"]["least_s"] for p in mine]
     return [
         f"scoring and updates of an iteration whose rows are all full: at least {sum(known):.3g} s "
         "by the devices' peak rates (an estimate, nothing was run); playing comes on top"
