@@ -42,7 +42,7 @@ PARITY := $(VENV)-parity
 $(PARITY)/.installed: $(STAMP)
 	test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
 	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
-	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<3"
+	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<3" "peft>=0.17,<1"
 	touch $@
 
 parity: $(PARITY)/.installed  ## Compare live with the PyTorch reference (installs torch); JAXCREDIT_QWEN=FOLDER adds real weights

@@ -6,8 +6,8 @@
 Three parts, each printed as it is done. *Kernels*: the attention that the device chooses in
 bfloat16 against plain XLA in float32: output, gradients and the mass on messages. *Speed*: scoring
 with step graphs, the update's gradient, prefill and decode, on random weights of a known size.
-*Memory*: the most that the device held, against what ``launch plan`` predicts for the same programs.
-Weights are random: no model is needed. One device is used.
+*Memory*: the most that the device held, against what ``launch plan`` predicts for the same
+programs. Weights are random: no model is needed. One device is used.
 """
 
 from __future__ import annotations

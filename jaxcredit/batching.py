@@ -184,8 +184,8 @@ class Slice:
     width: int
 
     def take(self, array: np.ndarray, fill: float | int | bool = 0) -> np.ndarray:
-        """``array[rows, :width]`` with padding rows filled."""
-        out = np.full((len(self.rows), self.width), fill, array.dtype)
+        """``array[rows, :width]`` with padding rows filled; further axes are kept."""
+        out = np.full((len(self.rows), self.width, *array.shape[2:]), fill, array.dtype)
         keep = min(self.width, array.shape[1])
         out[: self.n, :keep] = array[self.rows[: self.n], :keep]
         return out

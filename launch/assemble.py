@@ -22,6 +22,7 @@ from envs.prompts import Prompt
 from envs.protocol import EnvSpec, Task
 from envs.rollout import Job, Limits, Player
 from launch.config import (
+    ROW_MULTIPLE,
     EnvConfig,
     MeshConfig,
     PolicyConfig,
@@ -31,7 +32,8 @@ from launch.config import (
 )
 from launch.errors import UserError, user_errors
 from launch.keys import api_key
-from models import hf, lora, params, sharding, value
+from models import heads, hf, lora, params, sharding, value
+from models.attention import Case, select
 from models.config import QwenConfig
 from models.policy import Policy, weight_specs
 from models.sampler import Sampler, SamplerConfig
@@ -152,30 +154,49 @@ def make_player(config: TrainConfig | SftConfig) -> Player:
 
 
 def policy_of(
-    config: PolicyConfig, sizes: QwenConfig, mesh: Mesh | None, *, critic: bool
+    config: PolicyConfig,
+    sizes: QwenConfig,
+    mesh: Mesh | None,
+    *,
+    critic: bool,
+    step_heads: Sequence[str] = (),
+    reward_model: bool = False,
 ) -> tuple[Policy, Any, Any]:
     """The static half of the policy, and the specifications of (trained, frozen or no) weights."""
     options = config.lora
     with user_errors("policy.lora"):
         lora_on = None if options is None else (options.rank, options.targets)
-        specs, frozen_specs = weight_specs(sizes, lora_on, critic=critic)
+        specs, frozen_specs = weight_specs(
+            sizes, lora_on, critic=critic, step_heads=step_heads, reward_model=reward_model
+        )
     policy = Policy(
         config=sizes,
         adapter_scale=None if options is None else options.alpha / options.rank,
         value_head=critic,
-        dtype=config.dtype,
+        step_heads=tuple(step_heads),
+        reward_model=reward_model,
+        attention=config.attention,
         remat=config.remat,
+        dtype=config.dtype,
         mesh=mesh,
     )
     return policy, specs, frozen_specs
 
 
-def build(config: TrainConfig | SftConfig, *, critic: bool) -> Parts:
+def build(
+    config: TrainConfig | SftConfig,
+    *,
+    critic: bool,
+    step_heads: Sequence[str] = (),
+    reward_model: bool = False,
+) -> Parts:
     """Loads the policy and everything that turns text into its tokens.
 
     Args:
       config: the run.
       critic: add a value head.
+      step_heads: add a head for each of these signals.
+      reward_model: add a second set of weights that starts as the policy's.
     """
     player = make_player(config)
     chat, tokenizer = player.chat, player.chat.tokenizer
@@ -186,7 +207,15 @@ def build(config: TrainConfig | SftConfig, *, critic: bool) -> Parts:
             f"tokenizer: {len(tokenizer)} ids, but the policy's vocabulary has {sizes.vocab_size}; "
             "use the tokenizer that belongs to policy.path"
         )
-    policy, specs, _ = policy_of(config.policy, sizes, mesh, critic=critic)
+    check_attention(config.policy, sizes)
+    policy, specs, _ = policy_of(
+        config.policy,
+        sizes,
+        mesh,
+        critic=critic,
+        step_heads=step_heads,
+        reward_model=reward_model,
+    )
     options = config.policy.lora
     trainable: dict[str, Any]
     frozen = None
@@ -197,8 +226,13 @@ def build(config: TrainConfig | SftConfig, *, critic: bool) -> Parts:
             key = jax.random.fold_in(jax.random.key(config.seed), 1)
             adapters = lora.init_adapters(sizes, key, options.rank, options.alpha, options.targets)
         trainable, frozen = {"adapters": adapters.weights}, {"params": base}
+    if reward_model:
+        trainable["reward"] = dict(trainable)
     if critic:
         trainable["value"] = value.init_value_head(sizes)
+    if step_heads:
+        key = jax.random.fold_in(jax.random.key(config.seed), 2)
+        trainable["heads"] = heads.init_step_heads(sizes, step_heads, key)
     if mesh is not None:
         trainable = jax.device_put(trainable, sharding.tree_shardings(specs, sizes, mesh))
     return Parts(
@@ -210,6 +244,19 @@ def build(config: TrainConfig | SftConfig, *, critic: bool) -> Parts:
         specs=specs,
         stop_ids=tuple(sorted({*sizes.eos_token_ids, chat.end_id})),
     )
+
+
+def check_attention(config: PolicyConfig, sizes: QwenConfig, backend: str | None = None) -> None:
+    """``UserError`` if the named attention cannot run on ``backend`` (default: what is here)."""
+    case = Case(
+        shape=(1, ROW_MULTIPLE, sizes.num_attention_heads, sizes.head_dim),
+        kv_heads=sizes.num_key_value_heads,
+        dtype=jnp.dtype(config.dtype),
+        backend=backend or jax.default_backend(),
+        packed=False,
+    )
+    with user_errors("policy.attention"):
+        select(case, config.attention)
 
 
 def step_graph_layers(config: PolicyConfig, num_hidden_layers: int) -> tuple[int, ...]:

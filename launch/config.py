@@ -104,10 +104,13 @@ class PolicyConfig(Section):
     init: InitConfig | None = None
     lora: LoraConfig | None = None  # null: every parameter is trained
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward pass; updates are float32
-    # What the backward pass computes anew in place of keeping it: nothing ("none"), each layer but
-    # its products with weights ("dots"), each layer ("full").
-    remat: Literal["none", "dots", "full"] = "none"
     step_graph_layers: tuple[NonNegativeInt, ...] | None = None  # null: the paper's, by depth
+    # auto: the first that can.
+    attention: Literal["auto", "cudnn", "splash", "chunked", "xla"] = "auto"
+    )
+    # What the backward pass computes again instead of keeping: each layer, all but its weight
+    # products, or nothing.
+    remat: Literal["full", "dots", "none"] = "none"
 
     @model_validator(mode="after")
     def _one_source(self) -> PolicyConfig:
@@ -189,6 +192,7 @@ class RolloutConfig(Section):
 
     tasks_per_iteration: PositiveInt = 16
     group_size: PositiveInt = 8  # episodes per task
+    value_attempts: PositiveInt = 9  # fresh attempts from every step, for vineppo
     slots: PositiveInt = 32  # episodes held by the decoder at once
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
@@ -239,6 +243,7 @@ class LossConfig(Section):
     clip_high: PositiveFloat = 0.2  # 1 + clip_high]
     kl: NonNegativeFloat = 0.01  # to the initial policy
     value: NonNegativeFloat = 0.5  # critic's squared error; for methods with a critic
+    head: NonNegativeFloat = 0.5  # step heads' squared error; for methods that learn a model
     entropy: float = 0.0  # bonus
     # Log-probabilities that the ratio starts from: computed anew by the trainer, or the sampler's.
     old_logp: Literal["trainer", "sampler"] = "trainer"
@@ -249,6 +254,7 @@ class OptimizerConfig(Section):
     """AdamW and how an iteration's episodes are cut into updates."""
 
     learning_rate: PositiveFloat = 1e-6
+    head_learning_rate: PositiveFloat = 1e-3  # of step heads
     schedule: Schedule = "constant"  # to zero at the last iteration, unless constant
     warmup: NonNegativeInt = 0  # updates of linear warm-up
     b1: Annotated[float, Field(ge=0, lt=1)] = 0.9

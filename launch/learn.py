@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array
 
 from envs.protocol import Task
-from jaxcredit import batching, credit, losses
+from jaxcredit import batching, credit, heads, losses
 from jaxcredit.credit import CreditEstimator
 from jaxcredit.episodes import Credit, Episode, EpisodeBatch, Signals, as_fields
 from jaxcredit.update import MicroBatch, TrainState, Update
@@ -69,7 +69,7 @@ def signals_for(
             length_multiple=ROW_MULTIPLE,
             hindsight=True,
         )
-        policy = hindsight_policy(setup)
+        policy = plain(policy)
         # A hindsight prompt may be longer than the one it replaces.
         scoring = setup.scoring
         if other.tokens.shape[1] > scoring.buckets[-1]:
@@ -88,14 +88,10 @@ def signals_for(
 def first_pass(setup: Setup) -> tuple[Policy, bool, bool]:
     """The first scoring pass: its policy; whether it takes step graphs, and log-probabilities."""
     needs = setup.estimator.needs
-    head = setup.config.loss.old_logp == "trainer" or bool(needs & {"logp", "value", "entropy"})
+    said = {"logp", "value", "entropy", "reward_logp", *heads.STEP_HEADS}
+    head = setup.config.loss.old_logp == "trainer" or bool(needs & said)
     policy = dataclasses.replace(setup.parts.policy, entropy="entropy" in needs)
     return policy, "step_graph" in needs, head
-
-
-def hindsight_policy(setup: Setup) -> Policy:
-    """The policy that scores hindsight prompts: log-probabilities alone."""
-    return dataclasses.replace(setup.parts.policy, value_head=False, entropy=False)
 
 
 def wants_reference(setup: Setup) -> bool:
@@ -106,7 +102,7 @@ def wants_reference(setup: Setup) -> bool:
 def reference(setup: Setup) -> tuple[Policy, Any]:
     """The initial policy and its weights; with LoRA that is the base without adapters."""
     parts = setup.parts
-    policy = dataclasses.replace(parts.policy, adapter_scale=None, value_head=False, entropy=False)
+    policy = dataclasses.replace(plain(parts.policy), adapter_scale=None)
     weights = parts.trainable if parts.policy.adapter_scale is None else parts.frozen
     return policy, {"params": weights["params"]}
 
@@ -114,6 +110,13 @@ def reference(setup: Setup) -> tuple[Policy, Any]:
 def _reference_logp(setup: Setup, batch: EpisodeBatch) -> Array | None:
     policy, weights = reference(setup)
     return score(policy, weights, None, batch, setup.scoring).logp
+
+
+def plain(policy: Policy) -> Policy:
+    """The policy without what reads its states or stands beside it."""
+    return dataclasses.replace(
+        policy, value_head=False, step_heads=(), reward_model=False, entropy=False
+    )
 
 
 def minibatches(setup: Setup, iteration: int) -> Iterator[np.ndarray]:
@@ -138,17 +141,27 @@ def update_policy(
         "ref_logp": signals.ref_logp,
         "target": found.token_target,
         "old_value": signals.value,
+        "reward_slope": found.reward_slope,
     }
     arrays = {name: np.asarray(x) for name, x in given.items() if x is not None}
+    targets = found.step_target or {}
+    read = {name: heads.read_tokens(batch, name) for name in targets}
+    head_target = {
+        name: heads.to_tokens(batch, read[name], np.asarray(x)) for name, x in targets.items()
+    }
     lengths = batching.row_lengths(batch)
     owner = np.asarray(batch.episode).max(axis=1)
     token_weight = np.asarray(found.token_weight)
     mesh = setup.parts.policy.mesh
     rows: list[dict[str, Any]] = []
     for chosen in minibatches(setup, int(state.iteration)):
-        weight = losses.loss_weights(batch, token_weight, chosen, setup.config.loss.reduce)
+        reduce = setup.config.loss.reduce
+        weight = losses.loss_weights(batch, token_weight, chosen, reduce)
         if not weight.any():
             continue
+        head_weight = {
+            name: heads.step_weights(batch, read[name], chosen, reduce) for name in targets
+        }
         grads, sums = setup.update.zeros(state), []
         mine = np.flatnonzero(np.isin(owner, chosen))
         for part in batching.length_slices(
@@ -168,7 +181,9 @@ def update_policy(
                         "weight": part.take(weight),
                         **{name: part.take(array) for name, array in arrays.items()},
                     }
-                )
+                ),
+                head_target=as_fields({k: part.take(x) for k, x in head_target.items()}),
+                head_weight=as_fields({k: part.take(x) for k, x in head_weight.items()}),
             )
             micro = place_rows(micro, mesh)
             grads, sum_ = setup.update.accumulate(state, setup.parts.frozen, grads, micro)

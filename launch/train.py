@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from envs.pool import Pool
 from envs.protocol import Task
 from jaxcredit import batching, checkpoint, credit
 from jaxcredit.credit import CreditEstimator
-from jaxcredit.episodes import Episode, EpisodeBatch, Signals, Status
+from jaxcredit.episodes import Episode, EpisodeBatch, Signals, Status, as_fields
+from jaxcredit.heads import STEP_HEADS
 from jaxcredit.update import LossConfig, TrainState, make_update
-from launch import assemble, evaluate, games, metrics, placement, progress, runs
+from launch import assemble, branch, evaluate, games, metrics, placement, progress, runs
 from launch.config import ROW_MULTIPLE, TrainConfig
 from launch.errors import UserError, user_errors
 from launch.judge import judge_of
@@ -43,22 +44,39 @@ def make_estimator(config: TrainConfig) -> CreditEstimator:
     return credit.estimator(method.name, credit.add(method, penalty))
 
 
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with warm-up, schedule and clipping; the critic may learn at its own rate."""
+def make_optimizer(
+    config: TrainConfig, *, beside: Collection[str] = ()
+) -> optax.GradientTransformation:
+    """AdamW with warm-up, schedule and clipping.
+
+    What is learned ``beside`` the policy ("heads", "reward") is clipped by itself: a large
+    gradient of theirs must not shorten the policy's step. Step heads have a rate of their own.
+    """
     options = config.optimizer
     episodes = config.rollout.tasks_per_iteration * config.rollout.group_size
     per_pass = -(-episodes // (options.minibatch_episodes or episodes))
     total = config.iterations * options.epochs * per_pass
-    return optax.chain(
-        optax.identity()
-        if options.clip_norm is None
-        else optax.clip_by_global_norm(options.clip_norm),
-        optax.adamw(
-            learning_rate_schedule(options.learning_rate, options.schedule, options.warmup, total),
-            b1=options.b1,
-            b2=options.b2,
-            weight_decay=options.weight_decay,
-        ),
+
+    def adamw(rate: float) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.identity()
+            if options.clip_norm is None
+            else optax.clip_by_global_norm(options.clip_norm),
+            optax.adamw(
+                learning_rate_schedule(rate, options.schedule, options.warmup, total),
+                b1=options.b1,
+                b2=options.b2,
+                weight_decay=options.weight_decay,
+            ),
+        )
+
+    policy = adamw(options.learning_rate)
+    if not beside:
+        return policy
+    rates = {"heads": options.head_learning_rate, "reward": options.learning_rate}
+    return optax.partition(
+        {"policy": policy, **{name: adamw(rates[name]) for name in beside}},
+        lambda tree: {name: name if name in beside else "policy" for name in tree},
     )
 
 
@@ -91,9 +109,19 @@ def prepare(config: TrainConfig) -> Setup:
     """Checks the config and builds what it names; then writes missing games, and nothing else."""
     estimator = checked_estimator(config)
     judge = judge_of(config, estimator.needs)
-    setup = setup_of(config, assemble.build(config, critic="value" in estimator.needs), estimator)
+    parts = assemble.build(config, **beside_policy(estimator))
+    setup = setup_of(config, parts, estimator)
     games.ensure(config.env)
     return dataclasses.replace(setup, tasks=assemble.tasks_of(config.env, "train"), judge=judge)
+
+
+def beside_policy(estimator: CreditEstimator) -> dict[str, Any]:
+    """What a credit method trains beside the policy: options of ``launch.assemble.policy_of``."""
+    return {
+        "critic": "value" in estimator.needs,
+        "step_heads": tuple(name for name in STEP_HEADS if name in estimator.needs),
+        "reward_model": "reward_logp" in estimator.needs,
+    }
 
 
 def setup_of(config: TrainConfig, parts: assemble.Parts, estimator: CreditEstimator) -> Setup:
@@ -104,13 +132,16 @@ def setup_of(config: TrainConfig, parts: assemble.Parts, estimator: CreditEstima
         temperature=config.rollout.temperature,
         entropy=config.loss.entropy != 0 or "entropy" in estimator.needs,
     )
-    optimizer = make_optimizer(config)
+    beside = {"heads": bool(policy.step_heads), "reward": policy.reward_model}
+    optimizer = make_optimizer(config, beside=[name for name, yes in beside.items() if yes])
     loss = LossConfig(
         clip_low=config.loss.clip_low,
         clip_high=config.loss.clip_high,
         kl=config.loss.kl,
         value=config.loss.value if policy.value_head else 0.0,
         entropy=config.loss.entropy,
+        head=config.loss.head if policy.step_heads else 0.0,
+        reward=float(policy.reward_model),
     )
     shardings = placement.state_shardings(policy, parts.specs, optimizer, estimator.init())
     return Setup(
@@ -141,8 +172,13 @@ def latest_state(setup: Setup) -> TrainState | None:
         return checkpoint.read_latest(setup.config.run / "checkpoints", initial_state(setup))
 
 
-def collect(setup: Setup, state: TrainState, pool: Pool) -> list[Episode]:
-    """Plays the iteration's episodes with the current policy."""
+def collect(
+    setup: Setup, state: TrainState, pool: Pool
+) -> tuple[list[Episode], dict[str, np.ndarray]]:
+    """Plays the iteration's episodes with the current policy.
+
+    Also returns the signals that take more playing: ``mc_value``, if the method needs it.
+    """
     config, iteration = setup.config, int(state.iteration)
     sampler = assemble.make_sampler(
         setup.parts, state.trainable, config, temperature=config.rollout.temperature
@@ -155,7 +191,7 @@ def collect(setup: Setup, state: TrainState, pool: Pool) -> list[Episode]:
         group_size=config.rollout.group_size,
     )
     with progress.bar(f"iteration {iteration}: episodes") as update:
-        return setup.parts.player.collect(
+        episodes = setup.parts.player.collect(
             sampler,
             pool,
             jobs,
@@ -163,6 +199,23 @@ def collect(setup: Setup, state: TrainState, pool: Pool) -> list[Episode]:
             policy_version=int(state.updates),
             progress=update,
         )
+    if "mc_value" not in setup.estimator.needs:
+        return episodes, {}
+    with progress.bar(f"iteration {iteration}: attempts from every step") as update:
+        values = branch.mc_values(
+            setup.parts.player,
+            sampler,
+            pool,
+            [job.task for job in jobs],
+            episodes,
+            attempts=config.rollout.value_attempts,
+            iteration=iteration,
+            max_steps=config.env.max_steps,
+            progress=update,
+            # As the estimator discounts and adds, so must its values.
+            **config.credit.options,
+        )
+    return episodes, {"mc_value": values}
 
 
 def rollout_metrics(episodes: Sequence[Episode], batch: EpisodeBatch) -> dict[str, float]:
@@ -197,7 +250,7 @@ def iterate(
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
     """One iteration of the line; returns the new state, metrics and episode rows."""
     clock = [time.perf_counter()]
-    episodes = collect(setup, state, pool)
+    episodes, played = collect(setup, state, pool)
     clock.append(time.perf_counter())
     batch = batching.batch_episodes(
         episodes,
@@ -206,6 +259,7 @@ def iterate(
         groups=setup.config.rollout.group_size,
     )
     signals = signals_for(setup, state, episodes, batch)
+    signals = dataclasses.replace(signals, **as_fields(played))
     clock.append(time.perf_counter())
     found, credit_state = estimate(batch, signals, state.credit_state)
     found = jax.tree.map(np.asarray, found)

@@ -46,7 +46,7 @@ def token_logprobs(
       mask: tokens whose values matter; None means all. Token 0 of a row has no context and is
         never scored.
       temperature: divides the logits, as in sampling.
-      chunk: tokens (over all rows) whose logits exist at one time.
+      chunk: tokens, over all rows of one device, whose logits exist at one time.
       entropy: whether to return entropies too (static).
 
     Returns:
@@ -55,7 +55,9 @@ def token_logprobs(
     B, T = tokens.shape
     wanted = jnp.ones((B, T), bool) if mask is None else mask
     wanted = wanted.at[:, 0].set(False)
-    width = min(T, max(1, chunk // B))
+    mesh = jax.sharding.get_abstract_mesh()
+    split = 1 if mesh.empty or B % mesh.shape["data"] else mesh.shape["data"]
+    width = min(T, max(1, chunk * split // B))
     n = -(-T // width)
 
     # On a mesh the head is gathered once, not in every chunk, and logits stay split by columns.

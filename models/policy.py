@@ -1,7 +1,9 @@
 """A policy as data: which weights are trained, and the pure functions the trainer calls.
 
 ``trainable`` is ``{"params": ...}`` or, with LoRA, ``{"adapters": ...}`` over a frozen base;
-``{"value": ...}`` joins it when there is a critic. ``frozen`` is the base, or None.
+``{"value": ...}`` joins it when there is a critic, ``{"heads": ...}`` when there are step heads,
+``{"reward": ...}``, of the same form as the policy's own weights, when there is a reward model.
+``frozen`` is the base, or None.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxcredit.episodes import Kind
 from jaxcredit.update import MicroBatch, PolicyOutput
-from models import lora, qwen, value
+from models import heads, lora, qwen, value
 from models.config import QwenConfig
 from models.logprobs import token_logprobs
 from models.params import param_specs
@@ -33,6 +35,8 @@ class Policy:
       config: the architecture.
       adapter_scale: alpha / rank of LoRA, or None when every weight is trained.
       value_head: whether there is a critic.
+      step_heads: names of the learned step signals.
+      reward_model: whether there is a second set of weights that scores the same tokens.
       temperature: log-probabilities are taken at the temperature that was sampled with.
       attention: name of the attention implementation, or "auto".
       remat: rematerialisation of the backward pass: "none", "dots" or "full".
@@ -45,6 +49,8 @@ class Policy:
     config: QwenConfig
     adapter_scale: float | None = None
     value_head: bool = False
+    step_heads: tuple[str, ...] = ()
+    reward_model: bool = False
     temperature: float = 1.0
     attention: str = "auto"
     remat: qwen.Remat = "none"
@@ -89,8 +95,27 @@ class Policy:
 
     def evaluate(self, trainable: Any, frozen: Any, micro: MicroBatch) -> PolicyOutput:
         """What the loss needs of a micro-batch (see ``jaxcredit.update.make_update``)."""
-        hidden, _ = self.hidden(trainable, frozen, micro.tokens, micro.position, micro.segment)
-        return self.read(trainable, frozen, hidden, micro.tokens, micro.weight != 0)
+        row = (micro.tokens, micro.position, micro.segment)
+        hidden, _ = self.hidden(trainable, frozen, *row)
+        output = self.read(trainable, frozen, hidden, micro.tokens, micro.weight != 0)
+        if self.reward_model and micro.reward_slope is not None:
+            reward_logp = self.reward_logp(trainable, frozen, *row, micro.reward_slope != 0)
+            output = dataclasses.replace(output, reward_logp=reward_logp)
+        return output
+
+    def reward_logp(
+        self,
+        trainable: Any,
+        frozen: Any,
+        tokens: Int[Array, "B T"],
+        position: Int[Array, "B T"],
+        segment: Int[Array, "B T"],
+        mask: Array,
+    ) -> Float[Array, "B T"]:
+        """Log-probabilities of the masked tokens under the reward model."""
+        alone = dataclasses.replace(self, value_head=False, step_heads=(), entropy=False)
+        hidden, _ = alone.hidden(trainable["reward"], frozen, tokens, position, segment)
+        return alone.read(trainable["reward"], frozen, hidden, tokens, mask).logp
 
     def read(
         self,
@@ -100,7 +125,7 @@ class Policy:
         tokens: Int[Array, "B T"],
         mask: Array,
     ) -> PolicyOutput:
-        """Log-probabilities, entropies and values of the masked tokens."""
+        """Log-probabilities, entropies and values of the masked tokens, read-outs of all."""
         params, _ = self.weights(trainable, frozen)
         with traced_on(self.mesh):
             logp, entropy = token_logprobs(
@@ -113,11 +138,17 @@ class Policy:
                 entropy=self.entropy,
             )
         values = value.values(trainable["value"], hidden) if self.value_head else None
-        return PolicyOutput(logp=logp, value=values, entropy=entropy)
+        found = heads.read(trainable["heads"], hidden) if self.step_heads else None
+        return PolicyOutput(logp=logp, value=values, entropy=entropy, heads=found)
 
 
 def weight_specs(
-    config: QwenConfig, lora_on: tuple[int, Sequence[str]] | None, *, critic: bool
+    config: QwenConfig,
+    lora_on: tuple[int, Sequence[str]] | None,
+    *,
+    critic: bool,
+    step_heads: Sequence[str] = (),
+    reward_model: bool = False,
 ) -> tuple[Any, Any]:
     """Specifications of (trainable, frozen or None), the trees of the module docstring.
 
@@ -125,6 +156,8 @@ def weight_specs(
       config: the architecture.
       lora_on: rank and targets of the adapters, or None when every weight is trained.
       critic: whether there is a value head.
+      step_heads: names of the learned step signals.
+      reward_model: whether there is a second set of trained weights.
     """
     base = {"params": param_specs(config)}
     trainable: dict[str, Any]
@@ -132,8 +165,12 @@ def weight_specs(
         trainable, frozen = base, None
     else:
         trainable, frozen = {"adapters": lora.adapter_specs(config, *lora_on)}, base
+    if reward_model:
+        trainable["reward"] = dict(trainable)
     if critic:
         trainable["value"] = value.value_specs(config)
+    if step_heads:
+        trainable["heads"] = heads.head_specs(config, step_heads)
     return trainable, frozen
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcredit import heads
 from jaxcredit.batching import length_slices, row_lengths, take_rows
 from jaxcredit.episodes import EpisodeBatch, Signals, as_fields
 from models.policy import Policy, message_steps
@@ -51,6 +52,10 @@ def program(policy: Policy, layers: tuple[int, ...], n_steps: int, head: bool) -
         if not head:
             return None, graph
         output = policy.read(trainable, frozen, hidden, rows["tokens"], rows["trainable"])
+        if policy.reward_model:
+            row = (rows["tokens"], rows["position"], rows["segment"], rows["trainable"])
+            reward_logp = policy.reward_logp(trainable, frozen, *row)
+            output = dataclasses.replace(output, reward_logp=reward_logp)
         return output, graph
 
     return jax.jit(run)
@@ -66,7 +71,8 @@ def score(
     step_graph: bool = False,
     head: bool = True,
 ) -> Signals:
-    """Log-probabilities (and values and entropies, if the policy has them) of trainable tokens.
+    """Log-probabilities of trainable tokens, and whatever else the policy has: values, entropies,
+    the signals of its step heads, and its reward model's log-probabilities.
 
     Args:
       policy: the static half of the policy.
@@ -75,7 +81,7 @@ def score(
       batch: the episodes.
       config: how to cut.
       step_graph: also capture the step graph; rows must be whole conversations.
-      head: False skips log-probabilities and values, for callers that need the graph alone.
+      head: False skips all but the graph, for callers that need it alone.
 
     Raises:
       ValueError: a step graph was asked for but an episode is spread over several rows.
@@ -101,16 +107,19 @@ def score(
         output, part_graph = run(trainable, frozen, place_rows(take_rows(batch, part), mesh))
         chosen = part.rows[: part.n]
         if output is not None:
-            for name in ("logp", "value", "entropy"):
-                values = getattr(output, name)
+            said = ("logp", "value", "entropy", "reward_logp")
+            named = {name: getattr(output, name) for name in said}
+            for name, values in {**named, **(output.heads or {})}.items():
                 if values is None:
                     continue
                 if name not in arrays:
-                    arrays[name] = np.zeros((rows, width), np.float32)
+                    arrays[name] = np.zeros((rows, width, *values.shape[2:]), np.float32)
                 keep = min(width, part.width)
                 arrays[name][chosen, :keep] = np.asarray(values)[: part.n, :keep]
         if graph is not None:
             graph[owner[chosen]] = np.asarray(part_graph)[: part.n]
+    for name in arrays.keys() & heads.STEP_HEADS.keys():
+        arrays[name] = heads.to_steps(batch, heads.read_tokens(batch, name), arrays[name])
     if graph is not None:
         arrays["step_graph"] = graph
     return Signals(**as_fields(arrays))

@@ -124,9 +124,10 @@ def abstract_setup(config: TrainConfig, topology: Topology, devices: list[Any]) 
     """
     estimator = train.checked_estimator(config)
     sizes, _ = architecture(config)
+    assemble.check_attention(config.policy, sizes, topology.platform)
     mesh = assemble.open_mesh(config.mesh, devices)
     policy, specs, frozen_specs = assemble.policy_of(
-        config.policy, sizes, mesh, critic="value" in estimator.needs
+        config.policy, sizes, mesh, **train.beside_policy(estimator)
     )
     policy = dataclasses.replace(policy, backend=topology.platform)
 
@@ -337,7 +338,7 @@ def _scoring(
         policy, weights = learn.reference(setup)
         yield scoring("score: reference", policy, weights, None, (), True)
     if "hindsight_logp" in needs:
-        policy = learn.hindsight_policy(setup)
+        policy = learn.plain(setup.parts.policy)
         yield scoring("score: hindsight", policy, state.trainable, parts.frozen, (), True)
 
 
@@ -349,9 +350,17 @@ def _update(
     names = ["weight", "advantage", "old_logp"]
     names += ["ref_logp"] if learn.wants_reference(setup) else []
     names += ["target", "old_value"] if parts.policy.value_head else []
+    names += ["reward_slope"] if parts.policy.reward_model else []
     numbers = dict.fromkeys(names, np.zeros(rows["tokens"].shape, np.float32))
     ids = {name: rows[name] for name in ("tokens", "position", "segment")}
     micro = MicroBatch(**_abstract_rows(setup, {**ids, **numbers}, device))
+    said = jax.eval_shape(parts.policy.evaluate, state.trainable, parts.frozen, micro)
+    targets = said.heads or {}
+    micro = dataclasses.replace(
+        micro,
+        head_target=_abstract_rows(setup, targets, device),
+        head_weight=_abstract_rows(setup, dict.fromkeys(targets, numbers["weight"]), device),
+    )
     grads = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), state.trainable
     )
