@@ -92,22 +92,12 @@ def make_prompt(config: PromptConfig) -> Prompt:
         )
 
 
-def load_base(
-    config: PolicyConfig, tokenizer: Any, stop_id: int, seed: int, mesh: Mesh | None = None
-) -> tuple[QwenConfig, Any]:
-    """The architecture and its weights, read from a folder or drawn from the seed.
-
-    Weights that are trained are float32, those below adapters have the forward pass's dtype.
-    """
-    dtype = jnp.dtype(config.dtype if config.lora else "float32")
-    place = None if mesh is None else functools.partial(sharding.param_shardings, mesh=mesh)
-    if config.path is not None:
-        with user_errors(f"policy.path: {config.path}", OSError, ValueError, KeyError):
-            return hf.load_policy(config.path, dtype, place)
+def fresh_sizes(config: PolicyConfig, tokenizer: Any, stop_id: int) -> QwenConfig:
+    """The architecture of a policy made from scratch."""
     assert config.init is not None
     init = config.init
     with user_errors("policy.init"):
-        sizes = QwenConfig(
+        return QwenConfig(
             vocab_size=len(tokenizer),
             hidden_size=init.hidden_size,
             intermediate_size=init.intermediate_size,
@@ -122,16 +112,31 @@ def load_base(
             eos_token_ids=(stop_id,),
             pad_token_id=int(tokenizer.pad_token_id or 0),
         )
+
+
+def load_base(
+    config: PolicyConfig, tokenizer: Any, stop_id: int, seed: int, mesh: Mesh | None = None
+) -> tuple[QwenConfig, Any]:
+    """The architecture and its weights, read from a folder or drawn from the seed.
+
+    Weights that are trained are float32, those below adapters have the forward pass's dtype.
+    """
+    dtype = jnp.dtype(config.dtype if config.lora else "float32")
+    place = None if mesh is None else functools.partial(sharding.param_shardings, mesh=mesh)
+    if config.path is not None:
+        with user_errors(f"policy.path: {config.path}", OSError, ValueError, KeyError):
+            return hf.load_policy(config.path, dtype, place)
+    sizes = fresh_sizes(config, tokenizer, stop_id)
     weights = params.init_params(sizes, jax.random.key(seed), dtype)
     return sizes, weights if place is None else jax.device_put(weights, place(sizes))
 
 
-def open_mesh(config: MeshConfig | None) -> Mesh | None:
-    """The devices of a run; ``UserError`` if there are too few."""
+def open_mesh(config: MeshConfig | None, devices: Sequence[Any] | None = None) -> Mesh | None:
+    """The run's share of the devices (default: all here); ``UserError`` if there are too few."""
     if config is None:
         return None
     with user_errors("mesh"):
-        return sharding.make_mesh(config.data, config.tensor, config.context)
+        return sharding.make_mesh(config.data, config.tensor, config.context, devices)
 
 
 def make_player(config: TrainConfig | SftConfig) -> Player:
@@ -146,6 +151,36 @@ def make_player(config: TrainConfig | SftConfig) -> Player:
         end_on_format_error=rollout is not None and rollout.end_on_format_error,
     )
     return Player(chat, make_prompt(config.prompt), limits)
+
+
+def policy_of(
+    config: PolicyConfig,
+    sizes: QwenConfig,
+    mesh: Mesh | None,
+    *,
+    critic: bool,
+    step_heads: Sequence[str] = (),
+    reward_model: bool = False,
+) -> tuple[Policy, Any, Any]:
+    """The static half of the policy, and the specifications of (trained, frozen or no) weights."""
+    options = config.lora
+    with user_errors("policy.lora"):
+        lora_on = None if options is None else (options.rank, options.targets)
+        specs, frozen_specs = weight_specs(
+            sizes, lora_on, critic=critic, step_heads=step_heads, reward_model=reward_model
+        )
+    policy = Policy(
+        config=sizes,
+        adapter_scale=None if options is None else options.alpha / options.rank,
+        value_head=critic,
+        step_heads=tuple(step_heads),
+        reward_model=reward_model,
+        attention=config.attention,
+        remat=config.remat,
+        dtype=config.dtype,
+        mesh=mesh,
+    )
+    return policy, specs, frozen_specs
 
 
 def build(
@@ -173,18 +208,24 @@ def build(
             "use the tokenizer that belongs to policy.path"
         )
     check_attention(config.policy, sizes)
+    policy, specs, _ = policy_of(
+        config.policy,
+        sizes,
+        mesh,
+        critic=critic,
+        step_heads=step_heads,
+        reward_model=reward_model,
+    )
     options = config.policy.lora
     trainable: dict[str, Any]
-    frozen, scale, lora_on = None, None, None
+    frozen = None
     if options is None:
         trainable = {"params": base}
     else:
-        lora_on = (options.rank, options.targets)
         with user_errors("policy.lora"):
             key = jax.random.fold_in(jax.random.key(config.seed), 1)
             adapters = lora.init_adapters(sizes, key, options.rank, options.alpha, options.targets)
-        trainable, scale = {"adapters": adapters.weights}, adapters.scale
-        frozen = {"params": base}
+        trainable, frozen = {"adapters": adapters.weights}, {"params": base}
     if reward_model:
         trainable["reward"] = dict(trainable)
     if critic:
@@ -192,22 +233,8 @@ def build(
     if step_heads:
         key = jax.random.fold_in(jax.random.key(config.seed), 2)
         trainable["heads"] = heads.init_step_heads(sizes, step_heads, key)
-    specs, _ = weight_specs(
-        sizes, lora_on, critic=critic, step_heads=step_heads, reward_model=reward_model
-    )
     if mesh is not None:
         trainable = jax.device_put(trainable, sharding.tree_shardings(specs, sizes, mesh))
-    policy = Policy(
-        config=sizes,
-        adapter_scale=scale,
-        value_head=critic,
-        step_heads=tuple(step_heads),
-        reward_model=reward_model,
-        attention=config.policy.attention,
-        remat=config.policy.remat,
-        dtype=config.policy.dtype,
-        mesh=mesh,
-    )
     return Parts(
         chat=chat,
         player=player,
@@ -219,13 +246,13 @@ def build(
     )
 
 
-def check_attention(config: PolicyConfig, sizes: QwenConfig) -> None:
-    """``UserError`` if the named attention cannot run here."""
+def check_attention(config: PolicyConfig, sizes: QwenConfig, backend: str | None = None) -> None:
+    """``UserError`` if the named attention cannot run on ``backend`` (default: what is here)."""
     case = Case(
         shape=(1, ROW_MULTIPLE, sizes.num_attention_heads, sizes.head_dim),
         kv_heads=sizes.num_key_value_heads,
         dtype=jnp.dtype(config.dtype),
-        backend=jax.default_backend(),
+        backend=backend or jax.default_backend(),
         packed=False,
     )
     with user_errors("policy.attention"):
@@ -293,6 +320,37 @@ def training_jobs(
     return jobs
 
 
+def sampler_settings(
+    config: TrainConfig, stop_ids: tuple[int, ...], temperature: float
+) -> SamplerConfig:
+    """The shapes and settings that a config samples with."""
+    rollout = config.rollout
+    return SamplerConfig(
+        waves=rollout.waves,
+        slots=-(-rollout.slots // rollout.waves),
+        capacity=config.prompt.max_context,
+        max_response=rollout.max_response_tokens,
+        block=rollout.decode_block,
+        stop_ids=stop_ids,
+        temperature=temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+    )
+
+
+def sampler_places(parts: Parts) -> tuple[Any, Any]:
+    """Shardings of the sampler's weights and of its adapters (None without any) on the mesh."""
+    assert parts.policy.mesh is not None
+    to = functools.partial(
+        sharding.tree_shardings,
+        config=parts.policy.config,
+        mesh=parts.policy.mesh,
+        rules=sharding.SAMPLER_RULES,
+    )
+    adapters = parts.specs.get("adapters")
+    return to(params.param_specs(parts.policy.config)), None if adapters is None else to(adapters)
+
+
 def make_sampler(
     parts: Parts, trainable: Any, config: TrainConfig, *, temperature: float
 ) -> Sampler:
@@ -300,25 +358,12 @@ def make_sampler(
     weights, adapters = parts.policy.weights(trainable, parts.frozen)
     sizes, mesh = parts.policy.config, parts.policy.mesh
     if mesh is not None:  # between devices; a weight that already lies so is not copied
-        to = functools.partial(
-            sharding.tree_shardings, config=sizes, mesh=mesh, rules=sharding.SAMPLER_RULES
-        )
-        weights = jax.device_put(weights, to(params.param_specs(sizes)))
+        places, adapter_places = sampler_places(parts)
+        weights = jax.device_put(weights, places)
         if adapters is not None:
-            placed = jax.device_put(adapters.weights, to(parts.specs["adapters"]))
+            placed = jax.device_put(adapters.weights, adapter_places)
             adapters = dataclasses.replace(adapters, weights=placed)
-    rollout = config.rollout
-    settings = SamplerConfig(
-        waves=rollout.waves,
-        slots=-(-rollout.slots // rollout.waves),
-        capacity=config.prompt.max_context,
-        max_response=rollout.max_response_tokens,
-        block=rollout.decode_block,
-        stop_ids=parts.stop_ids,
-        temperature=temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-    )
+    settings = sampler_settings(config, parts.stop_ids, temperature)
     return Sampler(
         weights,
         sizes,
@@ -326,6 +371,7 @@ def make_sampler(
         adapters=adapters,
         seed=config.seed,
         dtype=jnp.dtype(config.policy.dtype),
+        mesh=mesh,
     )
 
 

@@ -105,7 +105,8 @@ class PolicyConfig(Section):
     lora: LoraConfig | None = None  # null: every parameter is trained
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward pass; updates are float32
     step_graph_layers: tuple[NonNegativeInt, ...] | None = None  # null: the paper's, by depth
-    attention: Literal["auto", "cudnn", "chunked", "xla"] = "auto"  # auto: the first that can
+    # auto: the first that can.
+    attention: Literal["auto", "cudnn", "splash", "chunked", "xla"] = "auto"
     # What the backward pass computes again instead of keeping: each layer, all but its weight
     # products, or nothing.
     remat: Literal["full", "dots", "none"] = "none"

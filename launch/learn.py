@@ -35,7 +35,7 @@ class Setup:
     scoring: ScoreConfig
     optimizer: optax.GradientTransformation
     update: Update
-    tasks: tuple[Task, ...]
+    tasks: tuple[Task, ...] = ()
     judge: Judge | None = None
     shardings: TrainState | None = None  # of the state, on a mesh
 
@@ -48,21 +48,19 @@ def signals_for(
     ``logp`` is always the trainer's; it is absent where neither asks for it.
     """
     parts, needs = setup.parts, setup.estimator.needs
-    policy = dataclasses.replace(parts.policy, entropy="entropy" in needs)
     signals = Signals()
-    said = {"logp", "value", "entropy", "reward_logp", *heads.STEP_HEADS}
-    head = setup.config.loss.old_logp == "trainer" or bool(needs & said)
-    if head or "step_graph" in needs:
+    policy, step_graph, head = first_pass(setup)
+    if head or step_graph:
         signals = score(
             policy,
             state.trainable,
             parts.frozen,
             batch,
             setup.scoring,
-            step_graph="step_graph" in needs,
+            step_graph=step_graph,
             head=head,
         )
-    if setup.config.loss.kl or "ref_logp" in needs:
+    if wants_reference(setup):
         signals = dataclasses.replace(signals, ref_logp=_reference_logp(setup, batch))
     if "hindsight_logp" in needs:
         other = batching.batch_episodes(
@@ -71,7 +69,7 @@ def signals_for(
             length_multiple=ROW_MULTIPLE,
             hindsight=True,
         )
-        policy = _plain(policy)
+        policy = plain(policy)
         # A hindsight prompt may be longer than the one it replaces.
         scoring = setup.scoring
         if other.tokens.shape[1] > scoring.buckets[-1]:
@@ -87,16 +85,34 @@ def signals_for(
     return signals
 
 
-def _reference_logp(setup: Setup, batch: EpisodeBatch) -> Array | None:
-    """Log-probabilities of the initial policy; with LoRA that is the base without adapters."""
+def first_pass(setup: Setup) -> tuple[Policy, bool, bool]:
+    """The first scoring pass: its policy; whether it takes step graphs, and log-probabilities."""
+    needs = setup.estimator.needs
+    said = {"logp", "value", "entropy", "reward_logp", *heads.STEP_HEADS}
+    head = setup.config.loss.old_logp == "trainer" or bool(needs & said)
+    policy = dataclasses.replace(setup.parts.policy, entropy="entropy" in needs)
+    return policy, "step_graph" in needs, head
+
+
+def wants_reference(setup: Setup) -> bool:
+    """Whether log-probabilities of the initial policy are needed."""
+    return bool(setup.config.loss.kl) or "ref_logp" in setup.estimator.needs
+
+
+def reference(setup: Setup) -> tuple[Policy, Any]:
+    """The initial policy and its weights; with LoRA that is the base without adapters."""
     parts = setup.parts
-    policy = dataclasses.replace(_plain(parts.policy), adapter_scale=None)
+    policy = dataclasses.replace(plain(parts.policy), adapter_scale=None)
     weights = parts.trainable if parts.policy.adapter_scale is None else parts.frozen
-    found = score(policy, {"params": weights["params"]}, None, batch, setup.scoring)
-    return found.logp
+    return policy, {"params": weights["params"]}
 
 
-def _plain(policy: Policy) -> Policy:
+def _reference_logp(setup: Setup, batch: EpisodeBatch) -> Array | None:
+    policy, weights = reference(setup)
+    return score(policy, weights, None, batch, setup.scoring).logp
+
+
+def plain(policy: Policy) -> Policy:
     """The policy without what reads its states or stands beside it."""
     return dataclasses.replace(
         policy, value_head=False, step_heads=(), reward_model=False, entropy=False

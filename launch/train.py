@@ -80,8 +80,8 @@ def make_optimizer(
     )
 
 
-def prepare(config: TrainConfig) -> Setup:
-    """Checks the config and builds what it names; then writes missing games, and nothing else."""
+def checked_estimator(config: TrainConfig) -> CreditEstimator:
+    """The credit method of a config whose parts fit together; ``UserError`` if they do not."""
     if config.engine is not None:
         raise UserError(
             f"engine: training cannot play through {config.engine.url}: the server does not get "
@@ -102,22 +102,37 @@ def prepare(config: TrainConfig) -> Setup:
             f"credit: {estimator.name} needs token_flow, which no run computes; use "
             "flowtracer_step, or call jaxcredit.credit.token_flow in a program of your own"
         )
+    return estimator
+
+
+def prepare(config: TrainConfig) -> Setup:
+    """Checks the config and builds what it names; then writes missing games, and nothing else."""
+    estimator = checked_estimator(config)
     judge = judge_of(config, estimator.needs)
-    step_heads = [name for name in STEP_HEADS if name in estimator.needs]
-    reward_model = "reward_logp" in estimator.needs
-    parts = assemble.build(
-        config,
-        critic="value" in estimator.needs,
-        step_heads=step_heads,
-        reward_model=reward_model,
-    )
+    parts = assemble.build(config, **beside_policy(estimator))
+    setup = setup_of(config, parts, estimator)
+    games.ensure(config.env)
+    return dataclasses.replace(setup, tasks=assemble.tasks_of(config.env, "train"), judge=judge)
+
+
+def beside_policy(estimator: CreditEstimator) -> dict[str, Any]:
+    """What a credit method trains beside the policy: options of ``launch.assemble.policy_of``."""
+    return {
+        "critic": "value" in estimator.needs,
+        "step_heads": tuple(name for name in STEP_HEADS if name in estimator.needs),
+        "reward_model": "reward_logp" in estimator.needs,
+    }
+
+
+def setup_of(config: TrainConfig, parts: assemble.Parts, estimator: CreditEstimator) -> Setup:
+    """The device side of a run: its programs and shapes. Looks at no weight."""
     layers = assemble.step_graph_layers(config.policy, parts.policy.config.num_hidden_layers)
     policy = dataclasses.replace(
         parts.policy,
         temperature=config.rollout.temperature,
         entropy=config.loss.entropy != 0 or "entropy" in estimator.needs,
     )
-    beside = {"heads": bool(step_heads), "reward": reward_model}
+    beside = {"heads": bool(policy.step_heads), "reward": policy.reward_model}
     optimizer = make_optimizer(config, beside=[name for name, yes in beside.items() if yes])
     loss = LossConfig(
         clip_low=config.loss.clip_low,
@@ -125,11 +140,10 @@ def prepare(config: TrainConfig) -> Setup:
         kl=config.loss.kl,
         value=config.loss.value if policy.value_head else 0.0,
         entropy=config.loss.entropy,
-        head=config.loss.head if step_heads else 0.0,
-        reward=float(reward_model),
+        head=config.loss.head if policy.step_heads else 0.0,
+        reward=float(policy.reward_model),
     )
     shardings = placement.state_shardings(policy, parts.specs, optimizer, estimator.init())
-    games.ensure(config.env)
     return Setup(
         config=config,
         parts=dataclasses.replace(parts, policy=policy),
@@ -142,8 +156,6 @@ def prepare(config: TrainConfig) -> Setup:
         optimizer=optimizer,
         shardings=shardings,
         update=make_update(policy.evaluate, optimizer, loss, shardings),
-        tasks=assemble.tasks_of(config.env, "train"),
-        judge=judge,
     )
 
 

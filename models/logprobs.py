@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from models.config import QwenConfig
 from models.params import Params
 from models.qwen import unembed
+from models.sharding import constrain
 
 _CHUNK = {"cpu": 256}
 _CHUNK_ELSEWHERE = 1024
@@ -37,6 +38,7 @@ def token_logprobs(
     temperature: float | Float[Array, ""] = 1.0,
     chunk: int | None = None,
     entropy: bool = False,
+    backend: str | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None]:
     """Log-probability of every wanted token given the tokens before it.
 
@@ -48,9 +50,11 @@ def token_logprobs(
       mask: tokens whose values matter; None means all. Token 0 of a row has no context and is
         never scored.
       temperature: divides the logits, as in sampling.
-      chunk: tokens (over all rows) whose logits exist at one time; None is 256 on a CPU, where
-        logits cost more memory than time, and 1024 elsewhere.
+      chunk: tokens, over all rows of one device, whose logits exist at one time; None is 256 on
+        a CPU, where logits cost more memory than time, and 1024 elsewhere.
       entropy: whether to return entropies too (static).
+      backend: "cpu", "gpu" or "tpu" of the devices that will run this; None: JAX's default.
+      backend: "cpu", "gpu" or "tpu" of the devices that will run this; None: JAX's default.
 
     Returns:
       ``(logp, entropy or None)``, float32, aligned with ``tokens``, 0 where not wanted.
@@ -58,7 +62,10 @@ def token_logprobs(
     B, T = tokens.shape
     wanted = jnp.ones((B, T), bool) if mask is None else mask
     wanted = wanted.at[:, 0].set(False)
-    chunk = chunk or _CHUNK.get(jax.default_backend(), _CHUNK_ELSEWHERE)
+    chunk = chunk or _CHUNK.get(backend or jax.default_backend(), _CHUNK_ELSEWHERE)
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and B % mesh.shape["data"] == 0:  # each device has its own rows
+        chunk *= mesh.shape["data"]
     width = min(T, max(1, chunk // B))
     n = -(-T // width)
 
@@ -77,9 +84,11 @@ def token_logprobs(
         source, label, valid = xs
         with jax.named_scope("token_logprobs"):
             rows = jnp.take_along_axis(hidden, source[..., None], axis=1)
+            rows = constrain(rows, "batch", None, None)
             # Unwanted states may hold anything; a NaN in them must not reach a gradient.
             rows = jnp.where(valid[..., None], rows, 0)
-            z = unembed(head, config, rows) / head.get("temperature", temperature)
+            z = constrain(unembed(head, config, rows), "batch", None, "vocab")
+            z = z / head.get("temperature", temperature)
             total = jax.nn.logsumexp(z, axis=-1)
             # A comparison, not a gather: it partitions over a sharded vocabulary and its
             # gradient is no scatter.
@@ -109,7 +118,9 @@ def token_logprobs(
     scored_if_any.defvjp(lambda *args: (scored_if_any(*args), args), backward)
 
     name = "embed" if config.tie_word_embeddings else "head"
-    head = {name: params[name]}
+    # On a mesh it is gathered once, not in every chunk; its columns stay split.
+    axes = ("vocab", None) if config.tie_word_embeddings else (None, "vocab")
+    head = {name: constrain(params[name], *axes)}
     if isinstance(temperature, jax.Array):
         head["temperature"] = temperature
 

@@ -127,15 +127,17 @@ class Policy:
     ) -> PolicyOutput:
         """Log-probabilities, entropies and values of the masked tokens, read-outs of all."""
         params, _ = self.weights(trainable, frozen)
-        logp, entropy = token_logprobs(
-            params,
-            self.config,
-            hidden,
-            tokens,
-            mask=mask,
-            temperature=self.temperature,
-            entropy=self.entropy,
-        )
+        with traced_on(self.mesh):
+            logp, entropy = token_logprobs(
+                params,
+                self.config,
+                hidden,
+                tokens,
+                mask=mask,
+                temperature=self.temperature,
+                entropy=self.entropy,
+                backend=self.backend,
+            )
         values = value.values(trainable["value"], hidden) if self.value_head else None
         found = heads.read(trainable["heads"], hidden) if self.step_heads else None
         return PolicyOutput(logp=logp, value=values, entropy=entropy, heads=found)

@@ -21,12 +21,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from models.attention import chunked, fused, plain
+from models.attention import chunked, fused, plain, splash
 from models.attention.case import Case, Implementation, Messages
 from models.attention.mesh import attend_on_mesh, divisible_heads
 
 IMPLEMENTATIONS = (
     Implementation("cudnn", fused.accepts_cudnn, fused.attend_cudnn),
+    Implementation("splash", splash.accepts, splash.attend),
     Implementation("chunked", lambda case: None, chunked.attend),
     Implementation("xla", lambda case: None, plain.attend),
 )
