@@ -107,7 +107,6 @@ class PolicyConfig(Section):
     step_graph_layers: tuple[NonNegativeInt, ...] | None = None  # null: the paper's, by depth
     # auto: the first that can.
     attention: Literal["auto", "cudnn", "splash", "chunked", "xla"] = "auto"
-    )
     # What the backward pass computes again instead of keeping: each layer, all but its weight
     # products, or nothing.
     remat: Literal["full", "dots", "none"] = "none"
