@@ -136,6 +136,7 @@ class Policy:
                 mask=mask,
                 temperature=self.temperature,
                 entropy=self.entropy,
+                backend=self.backend,
             )
         values = value.values(trainable["value"], hidden) if self.value_head else None
         found = heads.read(trainable["heads"], hidden) if self.step_heads else None

@@ -114,10 +114,13 @@ def mlp(
     """(silu(x W_gate) * (x W_up)) W_down of the *normalised* input x (Shazeer, 2020, Eq. 6)."""
     del config
     with jax.named_scope("mlp"):
-        gate = jax.nn.silu(project(layer, "gate", x, adapters_layer))
-        return project(
-            layer, "down", gate * project(layer, "up", x, adapters_layer), adapters_layer
-        )
+        gate, up = (project(layer, name, x, adapters_layer) for name in ("gate", "up"))
+        return project(layer, "down", _gated(gate, up), adapters_layer)
+
+
+@_recomputed
+def _gated(gate: Array, up: Array) -> Array:
+    return jax.nn.silu(gate) * up
 
 
 def embed(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

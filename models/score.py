@@ -38,7 +38,7 @@ class ScoreConfig:
 
 
 @functools.lru_cache(maxsize=16)
-def program(policy: Policy, layers: tuple[int, ...], n_steps: int, head: bool) -> Any:
+def scoring_program(policy: Policy, layers: tuple[int, ...], n_steps: int, head: bool) -> Any:
     """Jitted scoring of one slice; ``layers`` empty: no graph; ``head`` False: graph only."""
 
     def run(trainable: Any, frozen: Any, rows: dict[str, Any]) -> Any:
@@ -94,7 +94,7 @@ def score(
             "the step graph needs one row per episode; set prompt.context=conversation"
         )
     layers = config.layers if step_graph else ()
-    run = program(policy, layers, k, head)
+    program = scoring_program(policy, layers, k, head)
     arrays: dict[str, np.ndarray] = {}
     graph = np.zeros((n, len(layers), 2, k, k), np.float32) if step_graph else None
     mesh = policy.mesh
@@ -104,7 +104,7 @@ def score(
         buckets=config.buckets,
         multiple=1 if mesh is None else mesh.shape["data"],
     ):
-        output, part_graph = run(trainable, frozen, place_rows(take_rows(batch, part), mesh))
+        output, part_graph = program(trainable, frozen, place_rows(take_rows(batch, part), mesh))
         chosen = part.rows[: part.n]
         if output is not None:
             said = ("logp", "value", "entropy", "reward_logp")

@@ -63,7 +63,7 @@ def op_by_op(name: str, packed: Packed) -> Credit:
 
 # How a method is run, and on how many drawn batches. Op by op means without jit, loops of JAX
 # included: every operation is sent to the device on its own, which is slow.
-WAYS = {"jit": (run, 200), "mesh": (on_mesh, 40), "no jit": (op_by_op, 4)}
+WAYS = {"jit": (run, 200), "mesh": (on_mesh, 25), "no jit": (op_by_op, 4)}
 
 
 @pytest.mark.parametrize("way", list(WAYS))

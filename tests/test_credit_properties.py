@@ -38,8 +38,8 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def drawn(test: Callable[[Draw], None]) -> Callable[[], None]:
-    """The test on 20 drawn batches."""
-    return settings(max_examples=20)(given(draws)(test))
+    """The test on 10 drawn batches."""
+    return settings(max_examples=10)(given(draws)(test))
 
 
 def leaves(credit: Credit) -> list[np.ndarray]:

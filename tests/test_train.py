@@ -267,7 +267,7 @@ def test_every_method_runs_the_same_job(workplace, every_method):
 
 
 def test_step_heads_are_stored_and_a_resumed_run_ends_in_the_same_weights(workplace, every_method):
-    settings = ("credit=archer", "iterations=2")
+    settings = ("credit=archer", "iterations=2", "rollout.value_attempts=2")
     unbroken = train(workplace, "archer", *settings)
     rest = train(workplace, "method-archer", *settings)
     assert "go on after iteration 1" in rest.stdout

@@ -32,7 +32,7 @@ from models import hf, sampler, sharding
 from models.config import QwenConfig
 from models.known import known_config
 from models.params import is_spec, param_count
-from models.score import program as score_program
+from models.score import scoring_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +321,7 @@ def _scoring(
     def scoring(
         name: str, policy: Any, weights: Any, frozen: Any, layers: Any, head: bool
     ) -> Program:
-        function = score_program(policy, layers, steps, head)
+        function = scoring_program(policy, layers, steps, head)
         return Program(name, shape, calls, function, (weights, frozen, rows), {}, live)
 
     policy, step_graph, head = learn.first_pass(setup)
