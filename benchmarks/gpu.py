@@ -184,6 +184,7 @@ def policy_part(chosen: dict[str, Any], rounds: int) -> dict[str, Any]:
     here = Topology("here", jax.default_backend(), "here", (1,), None, None, {})
     setup = abstract_setup(run_config(chosen), here, [device])
     found: dict[str, Any] = {}
+    expected = 0.0
     for program in programs(setup, [device]):
         planned = plan_program(program, here, setup.parts.policy)
         args = filled(program)
@@ -196,28 +197,28 @@ def policy_part(chosen: dict[str, Any], rounds: int) -> dict[str, Any]:
 
         call = functools.partial(program.function, **program.static)
         taken = seconds(call, fresh, rounds)
+        # What is held here: the arguments, a second copy of what is donated, what the program adds.
+        held = sum(x.nbytes for x in jax.tree.leaves(args))
+        held += 0 if donated is None else sum(x.nbytes for x in jax.tree.leaves(args[donated]))
+        added = sum(planned.live[k] for k in ("activations", "temporaries", "results"))
+        expected = max(expected, held + added)
         tokens = program.shape[0] * program.shape[1]
         found[program.name] = {
             "tokens": tokens,
             "seconds": taken,
             "tokens_per_second": tokens / taken if tokens else None,
             "attention": planned.attention,
-            "planned_peak_gib": planned.peak / GIB,
-            **_memory(device, args),
+            "planned_so_far_gib": expected / GIB,
+            "held_at_most_so_far_gib": _peak(device),
         }
         del args, fresh
     return found
 
 
-def _memory(device: Any, args: Any) -> dict[str, float | None]:
-    """The most that the device has held so far; with the copy of what is donated on top."""
-    stats = device.memory_stats() or {}
-    peak = stats.get("peak_bytes_in_use")
-    held = sum(x.nbytes for x in jax.tree.leaves(args))
-    return {
-        "peak_so_far_gib": None if peak is None else peak / GIB,
-        "arguments_gib": held / GIB,
-    }
+def _peak(device: Any) -> float | None:
+    """The most that the device has held in this process; None where it does not say."""
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    return None if peak is None else peak / GIB
 
 
 def main() -> None:

@@ -54,7 +54,6 @@ def token_logprobs(
         a CPU, where logits cost more memory than time, and 1024 elsewhere.
       entropy: whether to return entropies too (static).
       backend: "cpu", "gpu" or "tpu" of the devices that will run this; None: JAX's default.
-      backend: "cpu", "gpu" or "tpu" of the devices that will run this; None: JAX's default.
 
     Returns:
       ``(logp, entropy or None)``, float32, aligned with ``tokens``, 0 where not wanted.

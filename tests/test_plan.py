@@ -135,8 +135,8 @@ def test_the_programs_are_the_trainers_own(monkeypatch):
 
     import models.score as scoring
 
-    original = scoring.program
-    monkeypatch.setattr(scoring, "program", spy)
+    original = scoring.scoring_program
+    monkeypatch.setattr(scoring, "scoring_program", spy)
     batch = full_batch(setup)
     score(
         setup.parts.policy,
