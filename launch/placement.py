@@ -39,13 +39,16 @@ def state_shardings(
         return None
     whole = sharding.replicated(policy.mesh)
     weights = sharding.tree_shardings(specs, policy.config, policy.mesh)
-    moments = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, place: place,
-        jax.eval_shape(optimizer.init, abstract(specs)),
-        weights,
-        transform_non_params=lambda _: whole,
-    )
+    by_path = dict(jax.tree.leaves_with_path(weights))
+
+    def as_weight(path: tuple[Any, ...], _: Any) -> jax.sharding.NamedSharding:
+        """That of the weight whose path ends this one. The longest end: a reward model's weights
+        lie deeper than the policy's of the same names."""
+        ends = (path[i:] for i in range(len(path)))
+        return next((by_path[end] for end in ends if end in by_path), whole)
+
+    # optax's own map over parameters does not know optimisers that are partitioned by name.
+    moments = jax.tree.map_with_path(as_weight, jax.eval_shape(optimizer.init, abstract(specs)))
     return TrainState(
         trainable=weights,
         opt_state=moments,

@@ -17,10 +17,12 @@ from jaxcredit.batching import batch_episodes
 from jaxcredit.episodes import Episode, Status, Step
 from jaxcredit.heads import STEP_HEADS
 from jaxcredit.update import LossConfig, make_update
+from launch import placement, train
 from launch.learn import Setup, signals_for, update_policy
+from models import sharding
 from models.heads import init_step_heads
 from models.params import init_params
-from models.policy import Policy
+from models.policy import Policy, weight_specs
 from models.score import ScoreConfig
 
 BAD, GOOD = 5, 6
@@ -221,3 +223,34 @@ def test_a_reward_model_without_its_slope_is_refused():
     found = dataclasses.replace(jax.tree.map(np.asarray, found), reward_slope=None)
     with pytest.raises(ValueError, match=r"loss\.reward=1\.0 needs a reward model .*\(istar\)"):
         update_policy(setup, state, batch, signals, found)
+
+
+@pytest.mark.parametrize(
+    ("beside", "options"),
+    [
+        ([], {}),
+        (["heads"], {"step_heads": ("promise", "q_value")}),
+        (["reward"], {"reward_model": True}),
+    ],
+)
+def test_moments_lie_on_a_mesh_as_the_weights_they_belong_to(beside: list, options: dict):
+    mesh = sharding.make_mesh(2, 1, 4)
+    wanted = {"step_heads": (), "reward_model": False} | options
+    specs, _ = weight_specs(TINY, None, critic=True, **wanted)
+    optimizer = train.make_optimizer(config_of(), beside=beside)
+    policy = Policy(TINY, mesh=mesh, value_head=True, **options)
+    places = placement.state_shardings(policy, specs, optimizer, ())
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), placement.abstract(specs))
+    state = placement.initial_state(zeros, optimizer, (), places)
+    weights = {jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(state.trainable)}
+    found = {
+        jax.tree_util.keystr(p): x
+        for p, x in jax.tree.leaves_with_path(state.opt_state)
+        if ".mu" in jax.tree_util.keystr(p) or ".nu" in jax.tree_util.keystr(p)
+    }
+    assert len(found) == 2 * len(weights)
+    for path, moment in found.items():
+        _, _, name = path.replace(".nu", ".mu").rpartition(".mu")
+        assert moment.shape == weights[name].shape
+        assert moment.sharding == weights[name].sharding, path
+    assert len({str(x.sharding.spec) for x in weights.values()}) > 1, "nothing is split"
