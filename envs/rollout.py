@@ -15,10 +15,10 @@ from envs.meter import Meter
 from envs.prompts import Prompt
 from envs.sampling import Generated, Key, Sampler
 from envs.schedule import Environments, Playable
-from envs.turns import Job, Limits, Play
+from envs.turns import Diverged, Job, Limits, Play
 from jaxcredit.episodes import Episode, Status
 
-__all__ = ["Generated", "Job", "Key", "Limits", "Meter", "Player", "Sampler"]
+__all__ = ["Diverged", "Generated", "Job", "Key", "Limits", "Meter", "Player", "Sampler"]
 
 
 @dataclasses.dataclass(frozen=True)

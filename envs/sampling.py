@@ -35,7 +35,7 @@ class Generated(Protocol):
 
 
 class Work(Protocol):
-    """What a sampler did so far: tokens prefilled, taken over from other rows, and decoded; rows
+    """What a sampler did so far: tokens prefilled, taken over from cached rows, and decoded; rows
     that decode steps computed, used or not; seconds of prefill and of decoding."""
 
     @property

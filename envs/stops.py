@@ -29,7 +29,7 @@ def stop_table(tokenizer: Any, vocabulary: int, strings: Sequence[str]) -> np.nd
     for text in strings:
         if not text or not text.isascii():
             raise ValueError(f"stop string {text!r}: give ASCII text of at least one character")
-    states = sorted({text[:n] for text in strings for n in range(len(text))}, key=len)
+    states = stop_states(strings)
     number = {state: i for i, state in enumerate(states)}
     letters = set("".join(strings))
 
@@ -60,6 +60,12 @@ def stop_table(tokenizer: Any, vocabulary: int, strings: Sequence[str]) -> np.nd
         else:  # whatever came before is over
             table[:, i] = run("", piece)
     return table
+
+
+def stop_states(strings: Sequence[str]) -> list[str]:
+    """The automaton's states, as texts: what a response may end with that a stop string begins
+    with. State 0 is the empty text."""
+    return sorted({text[:n] for text in strings for n in range(len(text))}, key=len)
 
 
 def _pieces(tokenizer: Any, vocabulary: int) -> list[str]:

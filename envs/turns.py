@@ -19,11 +19,29 @@ from jaxcredit.episodes import Episode, Status, Step
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One attempt at a task. ``group`` is the task's number in the iteration."""
+    """One attempt at a task. ``group`` is the task's number in the iteration.
+
+    ``prefix`` holds steps of an earlier attempt at the same task: they are taken again, and the
+    policy goes on from there.
+    """
 
     task: Task
     group: int
     replica: int = 0
+    prefix: tuple[Step, ...] = ()
+
+
+class Diverged(RuntimeError):
+    """Steps of an earlier attempt were taken again and something else was shown."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Repeated:
+    """A response that was sampled before."""
+
+    ids: np.ndarray
+    logp: np.ndarray
+    stop: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +96,7 @@ class Play:
         self.offered: list[list[str]] = []  # admissible actions, per step
         self.shown: list[int] = []  # past steps in each step's window
         self.row = 0  # ids in the slot
-        self.injected: tuple[int, ...] = ()  # recorded, but not yet in the slot
+        self.rest = np.zeros(0, np.int32)  # recorded, but not yet in the slot
         self.context: tuple[np.ndarray, tuple[int, int]] = (np.zeros(0, np.int32), (0, 0))
 
     @property
@@ -104,15 +122,17 @@ class Play:
         return self._next()
 
     def respond(self, generated: Generated) -> Next:
+        self.row += len(generated.ids)
+        return self._record(generated)
+
+    def _record(self, generated: Generated) -> Next:
         assert self.now is not None
         ids = np.asarray(generated.ids, np.int32)
         logp = np.asarray(generated.logp, np.float32)
         sampled = np.ones(len(ids), bool)
-        self.row += len(ids)
-        self.injected = ()
         if ids[-1] != self.chat.end_id:
             # The template ends every message; an end that was not sampled is never trained on.
-            self.injected = (self.chat.end_id,)
+            self.rest = np.append(self.rest, np.int32(self.chat.end_id))
             ids, logp = np.append(ids, self.chat.end_id), np.append(logp, np.float32(0.0))
             sampled = np.append(sampled, False)
         spoken = generated.ids[:-1] if generated.stop == "stop" else generated.ids
@@ -141,10 +161,10 @@ class Play:
         return Status.FORMAT_ERROR if self.limits.end_on_format_error else self._next()
 
     def _next(self) -> Next:
-        """The next turn, unless a limit is reached."""
+        """The next turn, unless a limit is reached. Steps of the prefix are taken at once: their
+        responses are prefilled with the first turn that is sampled."""
         if len(self.steps) >= self.limits.max_steps:
             return Status.STEP_LIMIT
-        fresh = self.prompt.context == "window" or not self.steps
         if self.prompt.context == "window":
             context, span, fits = self._window()
         else:
@@ -157,11 +177,30 @@ class Play:
                     f"{self.limits.max_context}; raise it"
                 )
             return Status.CONTEXT_LIMIT
-        ids = context if fresh else np.concatenate([self.injected, context]).astype(np.int32)
-        self.row = len(ids) if fresh else self.row + len(ids)
         self.context = (context, span)
+        if len(self.steps) < len(self.job.prefix):
+            repeated = self._repeat()
+            self.rest = np.concatenate([self.rest, context, repeated.ids])
+            return self._record(repeated)
+        window = self.prompt.context == "window"
+        fresh = window or self.row == 0
+        ids = context if window else np.concatenate([self.rest, context])
+        self.rest = np.zeros(0, np.int32)
+        self.row = len(ids) if fresh else self.row + len(ids)
         key = (self.iteration, self.job.group, self.job.replica, len(self.steps))
         return Turn(ids=ids, fresh=fresh, key=key, most=self.limits.max_response)
+
+    def _repeat(self) -> _Repeated:
+        """The prefix's next response, if its context is what was shown then."""
+        number = len(self.steps)
+        step = self.job.prefix[number]
+        if not np.array_equal(self.context[0], step.context_ids):
+            raise Diverged(
+                f"task {self.task_id}: the first {number} steps of an attempt were taken again "
+                "and something else was shown; this needs an environment that repeats itself"
+            )
+        chosen = step.sampled
+        return _Repeated(step.response_ids[chosen], step.behaviour_logp[chosen], step.stop)
 
     def _grow(self) -> tuple[np.ndarray, tuple[int, int], bool]:
         """The ids that continue a conversation, and whether there is room for them."""
@@ -169,7 +208,7 @@ class Play:
         info = self.now.info
         if self.steps:
             ids, span = self.chat.turn(self.prompt.turn(self.text, info.admissible))
-            before = self.row + len(self.injected)
+            before = self.row + len(self.rest)
         else:
             messages = self.prompt.opening(info.goal, self.text, info.admissible)
             ids, span, before = self.chat.opening(messages), (0, 0), 0

@@ -153,7 +153,7 @@ def check_policy(folder: Path) -> Check:
     weights = folder.is_dir() and any(folder.glob("*.safetensors"))
     ok = weights and (folder / "config.json").is_file()
     detail = str(folder) if ok else f"{folder} lacks config.json or *.safetensors"
-    fix = "set policy.path to a Hugging Face folder of a Qwen2 model, or use policy.init"
+    fix = "set policy.path to a Hugging Face folder of dense Qwen2.5 or Qwen3, or use policy.init"
     return Check("policy", ok, detail, fix)
 
 

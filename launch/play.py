@@ -15,7 +15,7 @@ from envs.rollout import Job, Sampler
 from jaxcredit import batching, credit
 from jaxcredit.episodes import Episode, EpisodeBatch
 from launch import assemble, games
-from launch.config import TrainConfig
+from launch.config import ROW_MULTIPLE, TrainConfig
 from launch.errors import UserError, user_errors
 from models.score import ScoreConfig, score
 
@@ -54,7 +54,7 @@ def main(config: TrainConfig, policy: Path | None, task: str | None, out: Path) 
     ):
         (episode,) = player.collect(sampler, pool, [Job(chosen, 0)])
     batch = batching.batch_episodes(
-        [episode], max_steps=max(2, len(episode.steps)), length_multiple=64
+        [episode], max_steps=max(2, len(episode.steps)), length_multiple=ROW_MULTIPLE
     )
     out.mkdir(parents=True)
     share = None

@@ -31,7 +31,7 @@ GOING, STOP_ID, STOP_STRING = 0, 1, 2  # why a row's response ended in this bloc
 class Cache:
     """Keys and values per layer, and the last token's final hidden state, normalised.
 
-    Slots and key-value heads are plain array axes and may be sharded.
+    Slots and key-value heads are plain array axes, sharded on a mesh (``models.programs``).
     """
 
     keys: tuple[Float[Array, "S G C h"], ...]
@@ -114,7 +114,7 @@ def prefill(
     *,
     config: QwenConfig,
     span: int,
-) -> tuple[Cache, Int[Array, ""]]:
+) -> tuple[Cache, Int[Array, "1"]]:
     """Makes slot ``target[r]`` hold the first ``start[r]`` tokens of slot ``source[r]`` and then
     ``tokens[r, :count[r]]``.
 
@@ -152,7 +152,7 @@ def prefill(
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
     last = qwen.rms_norm(last, params["final_norm"], config.rms_norm_eps)
     hidden = cache.hidden.at[target].set(last.astype(cache.hidden.dtype), mode="drop")
-    return Cache(tuple(keys), tuple(values), hidden), count.sum()
+    return Cache(tuple(keys), tuple(values), hidden), count.sum(keepdims=True)
 
 
 def filtered_logp(
@@ -209,6 +209,7 @@ def decode(
     top_p: float,
     top_k: int,
     span: int,
+    axis: str | None = None,
 ) -> tuple[Cache, Block]:
     """Samples up to ``block`` tokens for each active row; ends early when all have ended.
 
@@ -225,6 +226,8 @@ def decode(
       stop_table: next state of the automaton per state and id, -1 where a stop string is complete;
         None without stop strings.
       span: static bound of ``length``.
+      axis: the mesh axis of the replicas that call this together, if there are some. They end
+        together, as devices of one program should.
 
     New keys and values stay in a small buffer during the block and enter the cache once.
     """
@@ -241,8 +244,12 @@ def decode(
     old_keys = [x[:, :, :span] if whole else x[at, :, :span] for x in cache.keys]
     old_values = [x[:, :, :span] if whole else x[at, :, :span] for x in cache.values]
 
+    def go_on(going: Bool[Array, "R"]) -> Bool[Array, ""]:
+        more = jnp.any(going)
+        return more if axis is None else jax.lax.pmax(more.astype(jnp.int32), axis) > 0
+
     def step(carry: Any) -> Any:
-        t, going, count, hidden, buffer_k, buffer_v, tokens, logps, ended, automaton = carry
+        t, _, going, count, hidden, buffer_k, buffer_v, tokens, logps, ended, automaton = carry
         logits = qwen.unembed(params, config, hidden)
         logp = filtered_logp(logits, temperature, top_p, top_k)
         choice = _choose(logp, base, first + t, temperature)
@@ -277,10 +284,13 @@ def decode(
         ended = jnp.where(going, why, ended)
         hidden = jnp.where(going[:, None], new.astype(hidden.dtype), hidden)
         going = going & (why == GOING) & (first + count < limit)
-        return t + 1, going, count, hidden, buffer_k, buffer_v, tokens, logps, ended, automaton
+        buffers = (buffer_k, buffer_v)
+        more = go_on(going)
+        return t + 1, more, going, count, hidden, *buffers, tokens, logps, ended, automaton
 
     carry = (
         jnp.int32(0),
+        go_on(active),
         active,
         jnp.zeros(n_rows, jnp.int32),
         cache.hidden if whole else cache.hidden[at],
@@ -291,8 +301,8 @@ def decode(
         jnp.zeros(n_rows, jnp.int32),
         automaton,
     )
-    _, _, count, hidden, buffer_k, buffer_v, tokens, logps, ended, automaton = jax.lax.while_loop(
-        lambda c: (c[0] < block) & jnp.any(c[1]), step, carry
+    _, _, _, count, hidden, buffer_k, buffer_v, tokens, logps, ended, automaton = (
+        jax.lax.while_loop(lambda c: (c[0] < block) & c[1], step, carry)
     )
     offset = jnp.arange(block)
     place = jnp.where(offset[None] < count[:, None], length[:, None] + offset, capacity)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -17,7 +18,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from models.config import QwenConfig, token_ids
-from models.params import Params, param_specs
+from models.params import Params, is_spec, param_specs
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -47,7 +48,9 @@ _TOP = {
 
 
 def load_policy(
-    folder: str | os.PathLike[str], dtype: Any = jnp.float32
+    folder: str | os.PathLike[str],
+    dtype: Any = jnp.float32,
+    shardings: Callable[[QwenConfig], Params] | None = None,
 ) -> tuple[QwenConfig, Params]:
     """Reads a Qwen2.5 or Qwen3 policy.
 
@@ -55,6 +58,8 @@ def load_policy(
       folder: holds config.json, model.safetensors or its sharded index, and optionally
         generation_config.json, whose end-of-message ids are added to those of config.json.
       dtype: dtype of the returned weights, whatever the files hold.
+      shardings: gives the tree of ``jax.sharding.Sharding`` that the weights should have; each
+        process then reads the bytes of its own devices only. None: whole, on the default device.
 
     Returns:
       ``(config, params)`` with layers stacked.
@@ -71,13 +76,21 @@ def load_policy(
         expected = {name: shape for name, shape, _ in _hf_tensors(config)}
         _compare(folder, config, shapes, expected)
         specs = param_specs(config)
+        places = jax.tree.map(lambda _: None, specs, is_leaf=is_spec)
+        if shardings is not None:
+            places = shardings(config)
         params: Params = {
-            name: jnp.asarray(_oriented(read(hf), flip), dtype)
+            name: _array(partial(_part, read, hf, flip), specs[name].shape, dtype, places[name])
             for name, (hf, flip) in _TOP.items()
             if name in specs
         }
         params["layers"] = {
-            name: _stacked(read, hf, flip, specs["layers"][name].shape, dtype)
+            name: _array(
+                partial(_stacked_part, read, hf, flip, config.num_hidden_layers),
+                specs["layers"][name].shape,
+                dtype,
+                places["layers"][name],
+            )
             for name, (hf, flip) in LAYER_TENSORS.items()
             if name in specs["layers"]
         }
@@ -199,20 +212,44 @@ def _oriented(x: np.ndarray, flip: bool) -> np.ndarray:
     return x.T if flip else x
 
 
-def _stacked(
-    read: Callable[[str], np.ndarray], hf: str, flip: bool, shape: tuple[int, ...], dtype: Any
-) -> Any:
-    # Filled layer by layer: the peak is one stacked tensor, not two copies of it.
-    out = np.empty(shape, np.dtype(dtype))
-    for layer in range(shape[0]):
-        out[layer] = _oriented(read(f"model.layers.{layer}.{hf}"), flip).astype(out.dtype)
-    return jnp.asarray(out)
+Index = tuple[slice, ...]
+Read = Callable[[str, Index], np.ndarray]  # the part of a stored tensor that an index names
 
 
-def _open(
-    folder: Path, stack: ExitStack
-) -> tuple[Callable[[str], np.ndarray], dict[str, tuple[int, ...]]]:
-    """Opens the weights lazily: a reader by tensor name, and the shape of every tensor."""
+def _array(
+    part: Callable[[Index, Any], np.ndarray],
+    shape: tuple[int, ...],
+    dtype: Any,
+    sharding: jax.sharding.Sharding | None,
+) -> jax.Array:
+    """An array whose parts are read by index, as its sharding asks for them."""
+    dtype = np.dtype(dtype)
+    if sharding is None:
+        return jnp.asarray(part(tuple(slice(0, n) for n in shape), dtype))
+    return jax.make_array_from_callback(shape, sharding, lambda index: part(index or (), dtype))
+
+
+def _part(read: Read, hf: str, flip: bool, index: Index, dtype: np.dtype[Any]) -> np.ndarray:
+    # Copied, so that the result does not hold on to the file.
+    return np.array(_oriented(read(hf, index[::-1] if flip else index), flip), dtype)
+
+
+def _stacked_part(
+    read: Read, hf: str, flip: bool, count: int, index: Index, dtype: np.dtype[Any]
+) -> np.ndarray:
+    # Filled layer by layer: the peak is one stacked part, not two copies of it.
+    layers, *rest = index
+    names = [f"model.layers.{i}.{hf}" for i in range(count)[layers]]
+    first = _part(read, names[0], flip, tuple(rest), dtype)
+    out = np.empty((len(names), *first.shape), dtype)
+    out[0] = first
+    for i, name in enumerate(names[1:], 1):
+        out[i] = _part(read, name, flip, tuple(rest), dtype)
+    return out
+
+
+def _open(folder: Path, stack: ExitStack) -> tuple[Read, dict[str, tuple[int, ...]]]:
+    """Opens the weights lazily: a reader by name and index, and the shape of every tensor."""
     if (folder / _INDEX).is_file():
         weight_map = _read_json(folder / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -241,7 +278,7 @@ def _open(
                 continue
             where[name] = handle
             shapes[name] = tuple(handle.get_slice(name).get_shape())
-    return (lambda name: where[name].get_tensor(name)), shapes
+    return (lambda name, index: where[name].get_slice(name)[index]), shapes
 
 
 def _compare(

@@ -114,10 +114,13 @@ def mlp(
     """(silu(x W_gate) * (x W_up)) W_down of the *normalised* input x (Shazeer, 2020, Eq. 6)."""
     del config
     with jax.named_scope("mlp"):
-        gate = jax.nn.silu(project(layer, "gate", x, adapters_layer))
-        return project(
-            layer, "down", gate * project(layer, "up", x, adapters_layer), adapters_layer
-        )
+        gate, up = (project(layer, name, x, adapters_layer) for name in ("gate", "up"))
+        return project(layer, "down", _gated(gate, up), adapters_layer)
+
+
+@_recomputed
+def _gated(gate: Array, up: Array) -> Array:
+    return jax.nn.silu(gate) * up
 
 
 def embed(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -152,6 +155,7 @@ def forward(
     attention: str = "auto",
     remat: Remat = "none",
     packed: bool = True,
+    backend: str | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B L 2 K K"] | None]:
     """Hidden states after the final norm and, on request, the step graph.
 
@@ -169,6 +173,7 @@ def forward(
         but its weight products).
       packed: False promises one segment per row with padding on the right only, which fused GPU
         attention needs.
+      backend: "cpu", "gpu" or "tpu" of the devices that will run this; None: JAX's default.
 
     Returns:
       hidden [B, T, D], and the step graph [B, len(capture.layers), 2, K, K] or None.
@@ -179,13 +184,15 @@ def forward(
     x = constrain(embed(params, tokens), "batch", "length", None)
     ids = None if capture is None else message_ids(capture)
 
+    options: dict[str, Any] = {"name": attention, "packed": packed, "backend": backend}
+
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        return attn.attend(q, k, v, segments, name=attention, packed=packed)[0], None
+        return attn.attend(q, k, v, segments, **options)[0], None
 
     def attend_and_record(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         assert capture is not None
         n = 2 * capture.n_steps
-        out, mass = attn.attend(q, k, v, segments, ids, n, name=attention, packed=packed)
+        out, mass = attn.attend(q, k, v, segments, ids, n, **options)
         assert mass is not None
         with jax.named_scope("step_graph"):
             return out, jax.lax.stop_gradient(aggregate(mass, capture))

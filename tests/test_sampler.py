@@ -31,9 +31,10 @@ SETTINGS = SamplerConfig(
 
 
 def sharp_params(seed=0, adapters=False):
-    """Weights with a spread large enough that samples differ and positions matter."""
+    """Weights with a spread large enough that samples differ and positions matter, but attention
+    scores stay in the hundreds: float32 keeps them to 1e-4."""
     params = init_params(CONFIG, jax.random.key(seed))
-    return jax.tree.map(lambda x: x * 6 if x.ndim > 1 else x, params)
+    return jax.tree.map(lambda x: x * 3 if x.ndim > 1 else x, params)
 
 
 def full_logp(params, ids, temperature=1.0, adapters=None):
@@ -226,6 +227,7 @@ def test_a_shared_prefix_is_prefilled_once_and_changes_no_bit():
     params = sharp_params()
     rng = np.random.default_rng(0)
     head, tails = rng.integers(6, 61, 70), rng.integers(6, 61, (5, 30))
+    tails[:, 0] = range(6, 11)  # they differ from the beginning
     shared = Sampler(params, CONFIG, SETTINGS, seed=1)
     apart = Sampler(params, CONFIG, dataclasses.replace(SETTINGS, share=False), seed=1)
     found = []
@@ -284,12 +286,12 @@ def test_misuse_is_told():
 
 
 def test_stop_strings_end_a_response():
-    """A table by hand: state 1 after id 7, complete when 8 follows, whatever block they fall in."""
+    """A table by hand: state 1 after an id of 6 to 14, complete when one of 20 to 28 follows,
+    whatever block they fall in."""
     table = np.zeros((2, CONFIG.vocab_size), np.int32)
-    table[:, 7] = 1
-    table[1, 8] = -1
+    table[:, 6:15] = 1
+    table[1, 20:29] = -1
     params = sharp_params()
-    params = {**params, "embed": params["embed"].at[jnp.array([7, 8])].multiply(3.0)}
     settings = dataclasses.replace(SETTINGS, stop_ids=(3,), temperature=1.5)
     plain = Sampler(params, CONFIG, settings, seed=4)
     stopping = Sampler(params, CONFIG, settings, seed=4, stop_table=table)
@@ -305,9 +307,10 @@ def test_stop_strings_end_a_response():
         for slot in range(8):
             whole, found = (out[slot] for out in both)
             pairs = list(zip(whole.ids, whole.ids[1:], strict=False))
-            end = pairs.index((7, 8)) + 2 if (7, 8) in pairs else len(whole.ids)
+            complete = [6 <= a <= 14 and 20 <= b <= 28 for a, b in pairs]
+            end = complete.index(True) + 2 if any(complete) else len(whole.ids)
             np.testing.assert_array_equal(found.ids, whole.ids[:end])
             np.testing.assert_array_equal(found.logp, whole.logp[:end])
-            assert found.stop == ("string" if (7, 8) in pairs else whole.stop)
-            cut |= {end} if (7, 8) in pairs else set()
+            assert found.stop == ("string" if any(complete) else whole.stop)
+            cut |= {end} if any(complete) else set()
     assert len(cut) > 2, "no stop string came up at different places"
