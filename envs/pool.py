@@ -92,7 +92,8 @@ class Pool:
     Args:
       spec: the environment and its options.
       workers: number of processes.
-      deadline_s: seconds that one message may take before its worker counts as hung.
+      deadline_s: seconds that one message may take before its worker counts as hung; messages
+        that wait behind it in the same worker do not count as taking that time.
       max_episodes_per_worker: a worker that has started this many episodes takes no new ones and
         is replaced.
       max_rss_mb: the same, above this resident memory (engines leak).
@@ -130,6 +131,7 @@ class Pool:
         self._ready: dict[int, Observation | EnvFailure] = {}
         self._next = 0
         self._barren = 0  # workers lost since the last answer of any
+        self.failures = 0  # episodes spoiled so far, those that were then started again included
         self._closed = False
         for _ in range(workers):
             self._workers.append(self._start())
@@ -326,10 +328,13 @@ class Pool:
             ticket, _ = worker.pending.pop(reply["id"])
         except (ValueError, KeyError, TypeError):
             return  # not an answer to us: chatter; a lost answer meets its deadline
+        until = time.monotonic() + self._deadline
+        worker.pending = {m: (t, max(end, until)) for m, (t, end) in worker.pending.items()}
         if ticket < 0:
             return
         self._busy.pop(ticket, None)
         if "error" in reply:
+            self.failures += 1
             self._failed[ticket] = reply["error"]
             self._ready[ticket] = EnvFailure(ticket, reply["error"])
             return
@@ -360,6 +365,7 @@ class Pool:
         last_words = worker_tail(worker.log)
         for ticket in sorted(worker.tickets):
             text = f"{reason} (task {self._task[ticket]}, exit {code}){last_words}"
+            self.failures += 1
             self._failed[ticket] = text
             self._owner.pop(ticket)
             if self._busy.pop(ticket, None) is not None:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from launch.config import TrainConfig
+from envs.scienceworld.jvm import find_java
+from launch.config import ScienceWorldConfig, TrainConfig
 from launch.errors import UserError, one_line
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,11 +60,16 @@ def checks(config: TrainConfig | None = None) -> Iterator[Check]:
     yield from check_packages(declared_requirements())
     yield check_compiler()
     interpreter = str(config.env.python) if config and config.env.python else sys.executable
-    yield check_alfworld(interpreter)
-    yield check_data(config)
+    name = config.env.name if config else "alfworld"
+    yield check_alfworld(interpreter, needed=name == "alfworld")
+    if name == "alfworld":
+        yield check_data(config)
     if config is not None and config.policy.path is not None:
         yield check_policy(config.policy.path)
-    yield check_java()
+    needed = name == "scienceworld"
+    options = config.env.scienceworld if config else None
+    yield check_java(needed=needed)
+    yield check_scienceworld(interpreter, options or ScienceWorldConfig(), needed=needed)
     yield check_disk(config.run if config else Path.cwd())
     yield check_memory(Path("/proc/meminfo"))
     yield check_devices()
@@ -118,13 +124,31 @@ def check_compiler() -> Check:
     )
 
 
-def check_alfworld(interpreter: str, deadline_s: float = 120.0) -> Check:
+def check_alfworld(interpreter: str, deadline_s: float = 120.0, *, needed: bool = True) -> Check:
     """ALFWorld's engine and planner import under the interpreter of the workers."""
     code = "import textworld.envs.pddl, fast_downward, alfworld; print(alfworld.__file__)"
     ok, output = _run([interpreter, "-c", code], deadline_s)
     detail = f"imports under {interpreter}" if ok else f"{interpreter}: {output}"
     fix = "run `make install`, or set env.python to an interpreter that has the alfworld extra"
-    return Check("alfworld", ok, detail, fix)
+    return Check("alfworld", ok, detail, fix, needed)
+
+
+def check_scienceworld(
+    interpreter: str, config: ScienceWorldConfig, deadline_s: float = 120.0, *, needed: bool = True
+) -> Check:
+    """ScienceWorld's engine starts a task under the interpreter of the workers."""
+    code = (
+        "import importlib.metadata as m, sys; sys.path.insert(0, sys.argv[1]); "
+        "from envs.scienceworld.engine import make; "
+        "make({'jvm': sys.argv[2:]}).reset('boil/0'); print(m.version('scienceworld'))"
+    )
+    ok, output = _run([interpreter, "-c", code, str(ROOT), *config.jvm], deadline_s)
+    detail = f"{output} starts a task under {interpreter}" if ok else f"{interpreter}: {output}"
+    fix = (
+        "install java and run `make install`, or set env.python to an interpreter that has the "
+        "scienceworld extra"
+    )
+    return Check("scienceworld", ok, detail, fix, needed)
 
 
 def check_data(config: TrainConfig | None) -> Check:
@@ -157,11 +181,15 @@ def check_policy(folder: Path) -> Check:
     return Check("policy", ok, detail, fix)
 
 
-def check_java() -> Check:
-    """A Java runtime, for environments that need one; ALFWorld does not."""
-    found = shutil.which("java")
+def check_java(*, needed: bool = False) -> Check:
+    """A Java runtime, which ScienceWorld needs and ALFWorld does not."""
+    found = find_java()
     return Check(
-        "java", found is not None, found or "not on PATH; ALFWorld needs none", needed=False
+        "java",
+        found is not None,
+        found or "neither in JAVA_HOME nor on PATH; ALFWorld needs none",
+        "install a Java runtime, such as the package default-jre-headless",
+        needed,
     )
 
 

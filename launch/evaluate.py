@@ -124,7 +124,7 @@ def main(config: TrainConfig, policy: Path | None) -> None:
         parts, trainable, iteration = setup.parts, state.trainable, int(state.iteration)
         folder = config.run
     tasks = tasks_by_split(config)
-    with assemble.open_pool(config.env) as pool:
+    with assemble.open_pool(config.env, config.prompt) as pool:
         rows = play(parts, trainable, pool, config, tasks, iteration=iteration)
     report(rows, str(policy) if policy is not None else f"after {iteration} iterations")
     if folder is not None:

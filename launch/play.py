@@ -37,7 +37,8 @@ def main(config: TrainConfig, policy: Path | None, task: str | None, out: Path) 
     sampler = assemble.make_sampler(
         parts, parts.trainable, single, temperature=config.evaluate.temperature
     )
-    with assemble.open_pool(config.env.model_copy(update={"workers": 1})) as pool:
+    alone = config.env.model_copy(update={"workers": 1})
+    with assemble.open_pool(alone, config.prompt) as pool:
         (episode,) = parts.player.collect(sampler, pool, [Job(chosen, 0)])
     batch = batching.batch_episodes(
         [episode], max_steps=max(2, len(episode.steps)), length_multiple=64

@@ -184,6 +184,7 @@ def iterate(
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
     """One iteration of the line; returns the new state, metrics and episode rows."""
     clock = [time.perf_counter()]
+    failures = pool.failures
     episodes = collect(setup, state, pool)
     clock.append(time.perf_counter())
     batch = batching.batch_episodes(
@@ -202,6 +203,7 @@ def iterate(
     clock.append(time.perf_counter())
     values = {
         **rollout_metrics(episodes, batch),
+        "rollout/env_failures": float(pool.failures - failures),
         **{f"credit/{k}": float(v) for k, v in found.diagnostics.items()},
         **{f"update/{k}": v for k, v in update.items()},
         **agreement(batch, signals),
@@ -231,7 +233,7 @@ def main(config: TrainConfig) -> None:
     run = runs.open_run(config, config.run)
     try:
         with (
-            assemble.open_pool(config.env) as pool,
+            assemble.open_pool(config.env, config.prompt) as pool,
             checkpoint.open_checkpoints(
                 run.checkpoints, keep=config.checkpoint.keep
             ) as checkpoints,
