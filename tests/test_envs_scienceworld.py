@@ -27,7 +27,9 @@ from envs.rollout import Job, Limits, Player
 from envs.scienceworld import gold, jvm, tasks, vocabulary
 from envs.scienceworld.engine import DEFAULTS, ScienceWorld, make
 from envs.tokenizer import word_tokenizer
-from jaxcredit.episodes import Status
+from jaxcredit import credit
+from jaxcredit.batching import batch_episodes
+from jaxcredit.episodes import Signals, Status
 
 # One solution of each task, as the engine gave it.
 GOLD: dict[str, list[str]] = json.loads(
@@ -385,7 +387,7 @@ CHAT = chat_format(TOKENIZER)
 
 
 class Scripted:
-    """Answers turn t of a job with ``reply(group, t)``; knows no weights."""
+    """Answers turn t of a job with ``reply(group, replica, t)``; knows no weights."""
 
     def __init__(self, reply: Any, slots: int) -> None:
         self.settings = types.SimpleNamespace(slots=slots, waves=1)
@@ -403,7 +405,9 @@ class Scripted:
     def generate(self, wave: int, requests: Any) -> Any:
         out = {}
         for slot, (key, _) in requests.items():
-            ids = np.append(CHAT.encode(f"<action> {self.reply(key[1], key[3])} </action>"), 0)
+            ids = np.append(
+                CHAT.encode(f"<action> {self.reply(key[1], key[2], key[3])} </action>"), 0
+            )
             ids[-1] = CHAT.end_id
             out[slot] = types.SimpleNamespace(ids=ids, logp=np.zeros(len(ids)), stop="stop")
         return out
@@ -415,7 +419,7 @@ def test_a_killed_jvm_costs_its_episodes_one_retry() -> None:
     killed: list[int] = []
     with Pool(EnvSpec("scienceworld"), 2) as pool:
 
-        def reply(group: int, turn: int) -> str:
+        def reply(group: int, replica: int, turn: int) -> str:
             starts[group] += turn == 0
             if group == 0 and turn == 2 and not killed:
                 (pid,) = java_children(pool.worker_of(0) or 0)
@@ -436,6 +440,42 @@ def test_a_killed_jvm_costs_its_episodes_one_retry() -> None:
     assert [e.status for e in episodes] == [Status.SUCCESS] * 4
     assert starts == {group: 2 if group in killed else 1 for group in range(4)}
     assert all(step.progress <= 1 and step.valid for e in episodes for step in e.steps)
+
+
+def test_credit_reads_progress_and_states_of_real_episodes() -> None:
+    # Three attempts at one task: all of the gold path, its first two actions, only looking.
+    path = GOLD["find-non-living-thing/0"]
+    assert len(path) == 5
+    looking = ["look around"] * 5
+    plans = [path, path[:2] + looking[2:], looking]
+
+    def reply(group: int, replica: int, turn: int) -> str:
+        return plans[replica][turn]
+
+    player = Player(
+        CHAT,
+        Prompt(template="bare", context="window", think=False, show_admissible=False),
+        Limits(max_steps=5, max_context=4096, max_response=40),
+    )
+    jobs = [Job(Task("find-non-living-thing/0", "find"), 0, replica) for replica in range(3)]
+    with Pool(EnvSpec("scienceworld"), 1) as pool:
+        episodes = player.collect(Scripted(reply, 3), pool, jobs)  # type: ignore[arg-type]
+    batch = batch_episodes(episodes, max_steps=5)
+    progress = np.asarray(batch.progress)
+    assert np.asarray(batch.outcome).tolist() == [1, 0, 0]
+    assert progress[0, -1] == 1.0
+    assert progress[0, -1] > progress[1, -1] >= progress[2, -1]
+    state = np.asarray(batch.state)
+    assert len({*state[:, 0], *state[2]}) == 1, "whoever only looks stays in the first state"
+    assert state[0, :3].tolist() == state[1, :3].tolist()
+    assert state[0, 2] != state[0, 0]
+    found, _ = credit.make("procredit").estimate(batch, Signals(), ())
+    expected = 0.5 * np.diff(progress, axis=1)
+    last = len(episodes[0].steps) - 1
+    expected[0, last] += 1.0  # the outcome is the reward of the last turn
+    np.testing.assert_allclose(np.asarray(found.step_reward), expected, atol=1e-6)
+    found, _ = credit.make("gigpo").estimate(batch, Signals(), ())
+    assert found.step_advantage[0, 0] > found.step_advantage[2, 0], "one state, a better return"
 
 
 def test_a_full_heap_is_told() -> None:
