@@ -282,6 +282,20 @@ def test_30_of_30_gold_paths_made_here_win_through_the_pool(tmp_path: Path) -> N
     assert len(list(tmp_path.rglob("*.json"))) == 30
 
 
+def test_few_words_of_development_games_are_unknown() -> None:
+    known, env, met = set(vocabulary.words()), make({"surroundings": True}), []
+    for kind in tasks.KINDS:
+        answers = [env.reset(f"{kind}/{tasks.variations(kind, 'dev')[0]}")]
+        for room in ("kitchen", "outside", "workshop", "art studio"):
+            answers.append(env.step(f"teleport to {room}"))
+        met += [w for o in answers for w in vocabulary.split(f"{o.text} {o.info.goal}")]
+    assert len(met) > 20_000
+    assert sum(word not in known for word in met) < 0.01 * len(met)
+    assert TOKENIZER.convert_ids_to_tokens(CHAT.encode("Pick up the Thermometer: 12 degrees")) == (
+        vocabulary.split("Pick up the Thermometer: 12 degrees")
+    )
+
+
 # Faults
 
 
