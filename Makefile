@@ -5,10 +5,10 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install cuda12 cuda13 tpu quickstart test slow parity lint format wheel lock clean
+.PHONY: help install cuda12 cuda13 tpu plan-gpu plan-tpu quickstart test slow parity lint format wheel lock clean
 
 help:  ## Show what each target does
-	@grep -E '^[a-z0-9 ]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{printf "  %-18s %s\n", $$1, $$2}'
+	@grep -E '^[a-z0-9 -]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{printf "  %-18s %s\n", $$1, $$2}'
 
 # The lock holds names, versions and hashes; the index is whatever pip is configured for.
 # The checkout itself goes in last, without dependencies and without a second build environment.
@@ -25,6 +25,9 @@ cuda12 cuda13 tpu: $(STAMP)  ## Add that accelerator's plugin for the installed 
 	$(PY) -m pip install --disable-pip-version-check \
 	    "jax[$@]==$$($(PY) -c 'import importlib.metadata as m; print(m.version("jax"))')"
 
+plan-gpu: cuda12  ## Add the compiler for GPUs that are not here (4.4 GB; no driver needed)
+plan-tpu: tpu  ## Add the compiler for TPUs that are not here
+
 quickstart: $(STAMP)  ## Generate games, train a tiny policy on the CPU and evaluate it
 	$(PY) -m launch train launch/configs/household_quick.yaml
 
@@ -39,10 +42,10 @@ PARITY := $(VENV)-parity
 $(PARITY)/.installed: $(STAMP)
 	test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
 	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
-	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<3"
+	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<3" "peft>=0.17,<1"
 	touch $@
 
-parity: $(PARITY)/.installed  ## Compare live with the PyTorch reference (installs torch)
+parity: $(PARITY)/.installed  ## Compare live with the PyTorch reference (installs torch); JAXCREDIT_QWEN=FOLDER adds real weights
 	$(PARITY)/bin/python -m pytest -q -m parity
 
 lint: $(STAMP)  ## Check style, types and the direction of imports

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -21,9 +21,18 @@ from envs.prompts import Prompt, scene
 from envs.protocol import EnvFailure, Observation, Task
 from jaxcredit.episodes import Episode, Status, Step
 
+# What a response is sampled under: (iteration, group, replica, turn).
+Key = tuple[int, int, int, int]
+
 
 class Generated(Protocol):
-    """A sampled response."""
+    """A sampled response.
+
+    Attributes:
+      ids: at least one id; a stop id only as the last one.
+      logp: log-probability of each id as it was sampled.
+      stop: "stop" if the last id is a stop id, else "length".
+    """
 
     @property
     def ids(self) -> np.ndarray: ...
@@ -35,29 +44,73 @@ class Generated(Protocol):
     def stop(self) -> str: ...
 
 
+class SamplerSettings(Protocol):
+    """How many rows a sampler holds: ``waves`` groups of ``slots`` each."""
+
+    @property
+    def waves(self) -> int: ...
+
+    @property
+    def slots(self) -> int: ...
+
+
 class Sampler(Protocol):
-    """What a rollout needs of a sampler: slots with caches, grouped in waves."""
+    """What a rollout needs of whatever samples: rows of ids in slots, grouped in waves.
 
-    settings: Any
+    ``models.sampler`` implements it in this process, ``envs.engine`` with a server.
+    """
 
-    def lengths(self, wave: int) -> np.ndarray: ...
+    @property
+    def settings(self) -> SamplerSettings: ...
 
-    def reset(self, wave: int, slot: int) -> None: ...
+    def lengths(self, wave: int) -> np.ndarray:
+        """Tokens in each slot of a wave, [slots]."""
+        ...
 
-    def extend(self, wave: int, requests: Mapping[int, np.ndarray]) -> None: ...
+    def reset(self, wave: int, slot: int) -> None:
+        """Empties a slot."""
+        ...
+
+    def extend(self, wave: int, requests: Mapping[int, np.ndarray]) -> None:
+        """Appends ids to slots."""
+        ...
 
     def generate(
-        self, wave: int, requests: Mapping[int, tuple[tuple[int, int, int, int], int]]
-    ) -> Mapping[int, Generated]: ...
+        self, wave: int, requests: Mapping[int, tuple[Key, int]]
+    ) -> Mapping[int, Generated]:
+        """Samples one response per requested slot and appends its ids to the slot.
+
+        ``requests`` maps a slot to the key of its response and the largest number of tokens. What
+        is sampled depends on the slot's ids and the key, not on the slot or its company.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One attempt at a task. ``group`` is the task's number in the iteration."""
+    """One attempt at a task. ``group`` is the task's number in the iteration.
+
+    ``prefix`` holds steps of an earlier attempt at the same task: they are taken again, and the
+    policy goes on from there.
+    """
 
     task: Task
     group: int
     replica: int = 0
+    prefix: tuple[Step, ...] = ()
+
+
+class Diverged(RuntimeError):
+    """Steps of an earlier attempt were taken again and something else was shown."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Repeated:
+    """A response that was sampled before."""
+
+    ids: np.ndarray
+    logp: np.ndarray
+    stop: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,28 +281,34 @@ class Player:
     def _act(
         self, sampler: Sampler, pool: Pool, wave: int, ready: dict[int, _Run], iteration: int
     ) -> None:
-        """Prefills the new ids of the ready slots, samples, and sends the actions."""
+        """Prefills the new ids of the ready slots, samples, and sends the actions.
+
+        Responses of a prefix are prefilled too, instead of sampled.
+        """
         if not ready:
             return
+        repeated = {slot: _repeat(run) for slot, run in ready.items() if _repeats(run)}
         extend = {}
         for slot, run in ready.items():
             assert run.context is not None
-            if self.prompt.context == "window":
+            if self.prompt.context == "conversation":
+                again = [repeated[slot].ids] if slot in repeated else []
+                parts = [np.asarray(run.injected, np.int32), run.context[0], *again]
+                extend[slot] = np.concatenate(parts).astype(np.int32)
+            elif slot not in repeated:
                 sampler.reset(wave, slot)
                 extend[slot] = run.context[0]
-            else:
-                extend[slot] = np.concatenate([run.injected, run.context[0]]).astype(np.int32)
         sampler.extend(wave, extend)
-        outputs = sampler.generate(
-            wave,
-            {
-                slot: (
-                    (iteration, run.job.group, run.job.replica, len(run.steps)),
-                    self.limits.max_response,
-                )
-                for slot, run in ready.items()
-            },
-        )
+        asked: dict[int, tuple[Key, int]] = {
+            slot: (
+                (iteration, run.job.group, run.job.replica, len(run.steps)),
+                self.limits.max_response,
+            )
+            for slot, run in ready.items()
+            if slot not in repeated
+        }
+        sampled = sampler.generate(wave, asked) if asked else {}
+        outputs: dict[int, Generated] = {**sampled, **repeated}
         for slot, run in ready.items():
             self._record(run, outputs[slot])
             action = run.steps[-1].action
@@ -326,3 +385,20 @@ class Player:
             )
             out.append(dataclasses.replace(step, hindsight_ids=self.chat.opening(messages)))
         return out
+
+
+def _repeats(run: _Run) -> bool:
+    return len(run.steps) < len(run.job.prefix)
+
+
+def _repeat(run: _Run) -> _Repeated:
+    """The prefix's next response, if its context is what was shown then."""
+    assert run.context is not None
+    number = len(run.steps)
+    step = run.job.prefix[number]
+    if not np.array_equal(run.context[0], step.context_ids):
+        raise Diverged(
+            f"task {run.job.task.id}: the first {number} steps of an attempt were taken again and "
+            "something else was shown; this needs an environment that repeats itself"
+        )
+    return _Repeated(step.response_ids[step.sampled], step.behaviour_logp[step.sampled], step.stop)

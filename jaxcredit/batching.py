@@ -184,26 +184,34 @@ class Slice:
     width: int
 
     def take(self, array: np.ndarray, fill: float | int | bool = 0) -> np.ndarray:
-        """``array[rows, :width]`` with padding rows filled."""
-        out = np.full((len(self.rows), self.width), fill, array.dtype)
+        """``array[rows, :width]`` with padding rows filled; further axes are kept."""
+        out = np.full((len(self.rows), self.width, *array.shape[2:]), fill, array.dtype)
         keep = min(self.width, array.shape[1])
         out[: self.n, :keep] = array[self.rows[: self.n], :keep]
         return out
 
 
 def length_slices(
-    lengths: np.ndarray, *, tokens: int, buckets: Sequence[int], rows: np.ndarray | None = None
+    lengths: np.ndarray,
+    *,
+    tokens: int,
+    buckets: Sequence[int],
+    rows: np.ndarray | None = None,
+    multiple: int = 1,
 ) -> Iterator[Slice]:
     """Cuts rows into slices of equal width, longest first.
 
-    A row goes to the smallest bucket that holds it; a slice of bucket width w has
-    max(1, tokens // w) rows, so that each width has one static shape.
+    A slice takes the width of the smallest bucket that holds the longest row that is left, and as
+    many of the longest rows as the budget allows: rows of one slice are of similar length and every
+    slice but the last is full. A slice of width w has tokens // w rows, rounded down to a multiple,
+    so that each width has one static shape.
 
     Args:
       lengths: [B] real tokens per row.
       tokens: token budget of a slice, padding included.
       buckets: increasing widths; the last must hold the longest row.
       rows: which rows to cut (default: all).
+      multiple: the number of rows is a multiple of this, and at least this.
 
     Raises:
       ValueError: a row is longer than the last bucket.
@@ -215,15 +223,12 @@ def length_slices(
             f"length_slices: a row has {lengths[rows].max()} tokens, the last bucket "
             f"{edges[-1]}; add a larger bucket"
         )
-    bucket = np.searchsorted(edges, lengths[rows])
-    for index in np.unique(bucket)[::-1]:
-        width = int(edges[index])
-        per_slice = max(1, tokens // width)
-        chosen = rows[bucket == index]
-        for start in range(0, len(chosen), per_slice):
-            part = chosen[start : start + per_slice]
-            padded = np.concatenate([part, np.repeat(part[:1], per_slice - len(part))])
-            yield Slice(padded, len(part), width)
+    left = rows[np.argsort(-lengths[rows], kind="stable")]
+    while len(left):
+        width = int(edges[np.searchsorted(edges, lengths[left[0]])])
+        size = max(1, tokens // (width * multiple)) * multiple
+        part, left = left[:size], left[size:]
+        yield Slice(np.concatenate([part, np.repeat(part[:1], size - len(part))]), len(part), width)
 
 
 def row_lengths(batch: EpisodeBatch) -> np.ndarray:

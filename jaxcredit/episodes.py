@@ -203,7 +203,10 @@ class Credit:
     """What an estimator returns: one number per step, broadcast once to tokens.
 
     ``token_weight`` multiplies a token's loss; ``token_target`` is the critic's regression
-    target (None for critic-free methods). ``diagnostics`` holds scalars for the metrics.
+    target (None for critic-free methods); ``step_target`` maps a signal that is learned from
+    these episodes to what it should have been, in the signal's shape (None if there is none);
+    ``reward_slope`` is dL / d reward_logp, L the loss of a learned reward model (None without one).
+    ``diagnostics`` holds scalars for the metrics.
     """
 
     step_reward: Float[Array, "N K"]
@@ -211,4 +214,6 @@ class Credit:
     token_advantage: Float[Array, "B T"]
     token_weight: Float[Array, "B T"]
     token_target: Float[Array, "B T"] | None = None
+    step_target: dict[str, Float[Array, "N K ..."]] | None = None
+    reward_slope: Float[Array, "B T"] | None = None
     diagnostics: dict[str, Array] = struct.field(default_factory=dict)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxcredit.episodes import EpisodeBatch
 
@@ -52,8 +52,19 @@ def value_loss(
     return 0.5 * jnp.maximum(jnp.square(value - target), jnp.square(clipped - target))
 
 
-def masked(mask: Array, values: Float[Array, "B T"], other: float = 0.0) -> Float[Array, "B T"]:
+def head_loss(
+    output: Float[Array, "B T ..."], target: Float[Array, "B T ..."]
+) -> Float[Array, "B T"]:
+    r"""(x - target)^2 / 2, summed over the outputs of a head that has several."""
+    error = 0.5 * jnp.square(output - target)
+    return error.sum(axis=tuple(range(2, error.ndim)))
+
+
+def masked(
+    mask: Bool[Array, "B T"], values: Float[Array, "B T ..."], other: float = 0.0
+) -> Float[Array, "B T ..."]:
     """``values`` where ``mask``, else ``other``; NaN under the mask cannot leak."""
+    mask = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
     return jnp.where(mask, values, jnp.asarray(other, values.dtype))
 
 

@@ -29,7 +29,7 @@ class TrainState:
     """Everything the next update depends on, the frozen base weights apart.
 
     Attributes:
-      trainable: parameters with gradients (all weights, or adapters; the value head).
+      trainable: parameters with gradients (all weights, or adapters; the value head, step heads).
       opt_state: optax state.
       credit_state: the estimator's own state (running baselines).
       iteration: number of finished iterations; with the seed it gives every sampling key and
@@ -46,11 +46,17 @@ class TrainState:
 
 @struct.dataclass
 class PolicyOutput:
-    """What a policy says about a micro-batch, aligned with the tokens."""
+    """What a policy says about a micro-batch, aligned with the tokens.
+
+    ``heads`` maps a learned step signal to its read-outs (see ``jaxcredit.heads``);
+    ``reward_logp`` are a reward model's log-probabilities.
+    """
 
     logp: Float[Array, "B T"]
     value: Float[Array, "B T"] | None = None
     entropy: Float[Array, "B T"] | None = None
+    heads: dict[str, Float[Array, "B T ..."]] | None = None
+    reward_logp: Float[Array, "B T"] | None = None
 
 
 @struct.dataclass
@@ -58,7 +64,9 @@ class MicroBatch:
     """Rows of a mini-batch with everything their loss needs.
 
     ``weight`` comes from ``loss_weights`` over the whole mini-batch. ``ref_logp`` is needed for a
-    KL term; ``target`` and ``old_value`` for a value term.
+    KL term; ``target`` and ``old_value`` for a value term. ``head_target`` has the target of each
+    step head, and ``head_weight`` its weight, which is 0 wherever the head is not read;
+    ``reward_slope`` is the gradient of a reward model's loss in its log-probabilities.
     """
 
     tokens: Int[Array, "B T"]
@@ -70,6 +78,9 @@ class MicroBatch:
     ref_logp: Float[Array, "B T"] | None = None
     target: Float[Array, "B T"] | None = None
     old_value: Float[Array, "B T"] | None = None
+    reward_slope: Float[Array, "B T"] | None = None
+    head_target: dict[str, Float[Array, "B T ..."]] = struct.field(default_factory=dict)
+    head_weight: dict[str, Float[Array, "B T"]] = struct.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +93,8 @@ class LossConfig:
       value: coefficient of the value loss.
       value_clip: bound of the value's move away from the old value.
       entropy: coefficient of the entropy bonus.
+      head: coefficient of the step heads' squared error.
+      reward: coefficient of the reward model's loss.
     """
 
     clip_low: float = 0.2
@@ -90,6 +103,8 @@ class LossConfig:
     value: float = 0.0
     value_clip: float = 0.2
     entropy: float = 0.0
+    head: float = 0.0
+    reward: float = 0.0
 
 
 Evaluate = Callable[[Params, Params, MicroBatch], PolicyOutput]
@@ -134,6 +149,30 @@ def loss_terms(
         )
         sums["value_loss"] = losses.weighted_sum(weight, value)
         total = total + config.value * sums["value_loss"]
+    if config.head:
+        if not output.heads or output.heads.keys() != micro.head_target.keys():
+            raise ValueError(
+                f"loss.head={config.head} needs step heads and a credit method with a target for "
+                f"each: there are heads for {sorted(output.heads or {})} and targets for "
+                f"{sorted(micro.head_target)}"
+            )
+        for name, target in sorted(micro.head_target.items()):
+            at_step, read = micro.head_weight[name], micro.head_weight[name] != 0
+            error = losses.head_loss(
+                losses.masked(read, output.heads[name]), losses.masked(read, target)
+            )
+            sums[f"{name}_loss"] = losses.weighted_sum(at_step, error)
+            total = total + config.head * sums[f"{name}_loss"]
+    if config.reward:
+        if output.reward_logp is None or micro.reward_slope is None:
+            raise ValueError(
+                f"loss.reward={config.reward} needs a reward model and a credit method that "
+                "teaches it (istar)"
+            )
+        # Linear in the log-probabilities: its gradient is the loss's, where they were scored.
+        slope = micro.reward_slope
+        learned = losses.masked(slope != 0, output.reward_logp)
+        total = total + config.reward * losses.weighted_sum(slope, learned)
     if output.entropy is not None:
         sums["entropy"] = losses.weighted_sum(weight, output.entropy)
         total = total - config.entropy * sums["entropy"]
@@ -150,7 +189,10 @@ class Update:
 
 
 def make_update(
-    evaluate: Evaluate, optimizer: optax.GradientTransformation, config: LossConfig
+    evaluate: Evaluate,
+    optimizer: optax.GradientTransformation,
+    config: LossConfig,
+    shardings: TrainState | None = None,
 ) -> Update:
     """Builds the update.
 
@@ -159,6 +201,8 @@ def make_update(
         first argument.
       optimizer: any optax transformation.
       config: loss coefficients.
+      shardings: the state's shardings on a mesh, leaf by leaf; None on a single device. Gradients
+        are laid out as the weights they belong to.
 
     Returns:
       ``zeros(state)`` makes the gradient buffer; ``accumulate(state, frozen, grads, micro)``
@@ -166,11 +210,15 @@ def make_update(
       ``apply(state, grads)`` returns the new state (the old one is donated) and the gradient norm.
     """
 
-    @jax.jit
+    weights = None if shardings is None else shardings.trainable
+
+    @functools.partial(jax.jit, out_shardings=weights)
     def zeros(state: TrainState) -> Params:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.trainable)
 
-    @functools.partial(jax.jit, donate_argnums=(2,))
+    out = None if shardings is None else (weights, None)
+
+    @functools.partial(jax.jit, donate_argnums=(2,), out_shardings=out)
     def accumulate(
         state: TrainState, frozen: Params, grads: Params, micro: MicroBatch
     ) -> tuple[Params, dict[str, Array]]:
@@ -180,7 +228,9 @@ def make_update(
         grad, sums = jax.grad(loss, has_aux=True)(state.trainable)
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, grad), sums
 
-    @functools.partial(jax.jit, donate_argnums=(0,))
+    out = None if shardings is None else (shardings, None)
+
+    @functools.partial(jax.jit, donate_argnums=(0,), out_shardings=out)
     def apply(state: TrainState, grads: Params) -> tuple[TrainState, dict[str, Array]]:
         updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
         trainable = optax.apply_updates(state.trainable, updates)

@@ -178,6 +178,28 @@ def audit(
 
 
 @app.command()
+def plan(
+    config: ConfigFile,
+    topology: Annotated[
+        list[str],
+        typer.Option(help="h200x8, b200x16, v5p:2x2x4, v5e:4x4, cpu:8, ...; may be repeated"),
+    ],
+    memory: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", min=1e-6, help="Memory per device in place of the known one"),
+    ] = None,
+    phase: Annotated[
+        list[str] | None,
+        typer.Option(help="Only programs of rollout, score or update; may be repeated"),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write JSON here")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Compile a run's programs for hardware that is not here and say whether it fits."""
+    _call("plan", _train_config(config, overrides), topology, memory, out, phase)
+
+
+@app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="YAML config")] = None,
     overrides: Overrides = None,

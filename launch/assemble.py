@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,18 +12,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from envs.chat import ChatFormat, chat_format
+from envs.engine import Engine, EngineSettings
 from envs.pool import Pool
 from envs.prompts import Prompt
 from envs.protocol import EnvSpec, Task, task_list_hash
 from envs.rollout import Job, Limits, Player
 from launch import environments
-from launch.config import EnvConfig, PolicyConfig, PromptConfig, SftConfig, TrainConfig
+from launch.config import (
+    ROW_MULTIPLE,
+    EnvConfig,
+    MeshConfig,
+    PolicyConfig,
+    PromptConfig,
+    SftConfig,
+    TrainConfig,
+)
 from launch.errors import UserError, user_errors
-from models import hf, lora, params, value
+from launch.keys import api_key
+from models import heads, hf, lora, params, sharding, value
+from models.attention import Case, select
 from models.config import QwenConfig
-from models.policy import Policy
+from models.policy import Policy, weight_specs
 from models.sampler import Sampler, SamplerConfig
 from models.step_graph import check_layers, default_layers
 
@@ -36,6 +49,7 @@ class Parts:
     policy: Policy
     trainable: Any
     frozen: Any
+    specs: Any  # of ``trainable``
     stop_ids: tuple[int, ...]
 
 
@@ -77,17 +91,12 @@ def make_prompt(config: PromptConfig) -> Prompt:
         )
 
 
-def load_base(
-    config: PolicyConfig, tokenizer: Any, stop_id: int, seed: int
-) -> tuple[QwenConfig, Any]:
-    """The architecture and its weights, read from a folder or drawn from the seed."""
-    if config.path is not None:
-        with user_errors(f"policy.path: {config.path}", OSError, ValueError, KeyError):
-            return hf.load_policy(config.path, jnp.float32)
+def fresh_sizes(config: PolicyConfig, tokenizer: Any, stop_id: int) -> QwenConfig:
+    """The architecture of a policy made from scratch."""
     assert config.init is not None
     init = config.init
     with user_errors("policy.init"):
-        sizes = QwenConfig(
+        return QwenConfig(
             vocab_size=len(tokenizer),
             hidden_size=init.hidden_size,
             intermediate_size=init.intermediate_size,
@@ -102,29 +111,41 @@ def load_base(
             eos_token_ids=(stop_id,),
             pad_token_id=int(tokenizer.pad_token_id or 0),
         )
-    return sizes, params.init_params(sizes, jax.random.key(seed))
 
 
-def build(config: TrainConfig | SftConfig, *, critic: bool) -> Parts:
-    """Loads the policy and everything that turns text into its tokens.
+def load_base(
+    config: PolicyConfig, tokenizer: Any, stop_id: int, seed: int, mesh: Mesh | None = None
+) -> tuple[QwenConfig, Any]:
+    """The architecture and its weights, read from a folder or drawn from the seed.
+
+    Weights that are trained are float32, those below adapters have the forward pass's dtype.
+    """
+    dtype = jnp.dtype(config.dtype if config.lora else "float32")
+    place = None if mesh is None else functools.partial(sharding.param_shardings, mesh=mesh)
+    if config.path is not None:
+        with user_errors(f"policy.path: {config.path}", OSError, ValueError, KeyError):
+            return hf.load_policy(config.path, dtype, place)
+    sizes = fresh_sizes(config, tokenizer, stop_id)
+    weights = params.init_params(sizes, jax.random.key(seed), dtype)
+    return sizes, weights if place is None else jax.device_put(weights, place(sizes))
+
+
+def open_mesh(config: MeshConfig | None, devices: Sequence[Any] | None = None) -> Mesh | None:
+    """The run's share of the devices (default: all here); ``UserError`` if there are too few."""
+    if config is None:
+        return None
+    with user_errors("mesh"):
+        return sharding.make_mesh(config.data, config.tensor, config.context, devices)
+
+
+def make_player(config: TrainConfig | SftConfig) -> Player:
+    """Everything of a rollout that needs no weights: tokenizer, prompt and limits.
 
     Raises ``UserError`` first of all if the environment cannot run here.
-
-    Args:
-      config: the run.
-      critic: add a value head.
     """
     environments.family(config.env).check(config.env)
-    tokenizer = tokenizer_for(config)
     with user_errors("tokenizer"):
-        chat = chat_format(tokenizer)
-    prompt = make_prompt(config.prompt)
-    sizes, base = load_base(config.policy, tokenizer, chat.end_id, config.seed)
-    if len(tokenizer) > sizes.vocab_size:
-        raise UserError(
-            f"tokenizer: {len(tokenizer)} ids, but the policy's vocabulary has {sizes.vocab_size}; "
-            "use the tokenizer that belongs to policy.path"
-        )
+        chat = chat_format(tokenizer_for(config))
     rollout = config.rollout if isinstance(config, TrainConfig) else None
     limits = Limits(
         max_steps=config.env.max_steps,
@@ -132,35 +153,113 @@ def build(config: TrainConfig | SftConfig, *, critic: bool) -> Parts:
         max_response=rollout.max_response_tokens if rollout else 1,  # demonstrations: unused
         end_on_format_error=rollout is not None and rollout.end_on_format_error,
     )
+    return Player(chat, make_prompt(config.prompt), limits)
+
+
+def policy_of(
+    config: PolicyConfig,
+    sizes: QwenConfig,
+    mesh: Mesh | None,
+    *,
+    critic: bool,
+    step_heads: Sequence[str] = (),
+    reward_model: bool = False,
+) -> tuple[Policy, Any, Any]:
+    """The static half of the policy, and the specifications of (trained, frozen or no) weights."""
+    options = config.lora
+    with user_errors("policy.lora"):
+        lora_on = None if options is None else (options.rank, options.targets)
+        specs, frozen_specs = weight_specs(
+            sizes, lora_on, critic=critic, step_heads=step_heads, reward_model=reward_model
+        )
+    policy = Policy(
+        config=sizes,
+        adapter_scale=None if options is None else options.alpha / options.rank,
+        value_head=critic,
+        step_heads=tuple(step_heads),
+        reward_model=reward_model,
+        attention=config.attention,
+        remat=config.remat,
+        dtype=config.dtype,
+        mesh=mesh,
+    )
+    return policy, specs, frozen_specs
+
+
+def build(
+    config: TrainConfig | SftConfig,
+    *,
+    critic: bool,
+    step_heads: Sequence[str] = (),
+    reward_model: bool = False,
+) -> Parts:
+    """Loads the policy and everything that turns text into its tokens.
+
+    Args:
+      config: the run.
+      critic: add a value head.
+      step_heads: add a head for each of these signals.
+      reward_model: add a second set of weights that starts as the policy's.
+    """
+    player = make_player(config)
+    chat, tokenizer = player.chat, player.chat.tokenizer
+    mesh = open_mesh(config.mesh)
+    sizes, base = load_base(config.policy, tokenizer, chat.end_id, config.seed, mesh)
+    if len(tokenizer) > sizes.vocab_size:
+        raise UserError(
+            f"tokenizer: {len(tokenizer)} ids, but the policy's vocabulary has {sizes.vocab_size}; "
+            "use the tokenizer that belongs to policy.path"
+        )
+    check_attention(config.policy, sizes)
+    policy, specs, _ = policy_of(
+        config.policy,
+        sizes,
+        mesh,
+        critic=critic,
+        step_heads=step_heads,
+        reward_model=reward_model,
+    )
+    options = config.policy.lora
     trainable: dict[str, Any]
     frozen = None
-    scale = None
-    if config.policy.lora is None:
+    if options is None:
         trainable = {"params": base}
     else:
-        options = config.policy.lora
         with user_errors("policy.lora"):
-            adapters = lora.init_adapters(
-                sizes,
-                jax.random.fold_in(jax.random.key(config.seed), 1),
-                options.rank,
-                options.alpha,
-                options.targets,
-            )
-        dtype = jnp.dtype(config.policy.dtype)
-        trainable, scale = {"adapters": adapters.weights}, adapters.scale
-        frozen = {"params": jax.tree.map(lambda x: x.astype(dtype), base)}
+            key = jax.random.fold_in(jax.random.key(config.seed), 1)
+            adapters = lora.init_adapters(sizes, key, options.rank, options.alpha, options.targets)
+        trainable, frozen = {"adapters": adapters.weights}, {"params": base}
+    if reward_model:
+        trainable["reward"] = dict(trainable)
     if critic:
         trainable["value"] = value.init_value_head(sizes)
-    policy = Policy(config=sizes, adapter_scale=scale, value_head=critic, dtype=config.policy.dtype)
+    if step_heads:
+        key = jax.random.fold_in(jax.random.key(config.seed), 2)
+        trainable["heads"] = heads.init_step_heads(sizes, step_heads, key)
+    if mesh is not None:
+        trainable = jax.device_put(trainable, sharding.tree_shardings(specs, sizes, mesh))
     return Parts(
         chat=chat,
-        player=Player(chat, prompt, limits),
+        player=player,
         policy=policy,
         trainable=trainable,
         frozen=frozen,
+        specs=specs,
         stop_ids=tuple(sorted({*sizes.eos_token_ids, chat.end_id})),
     )
+
+
+def check_attention(config: PolicyConfig, sizes: QwenConfig, backend: str | None = None) -> None:
+    """``UserError`` if the named attention cannot run on ``backend`` (default: what is here)."""
+    case = Case(
+        shape=(1, ROW_MULTIPLE, sizes.num_attention_heads, sizes.head_dim),
+        kv_heads=sizes.num_key_value_heads,
+        dtype=jnp.dtype(config.dtype),
+        backend=backend or jax.default_backend(),
+        packed=False,
+    )
+    with user_errors("policy.attention"):
+        select(case, config.attention)
 
 
 def step_graph_layers(config: PolicyConfig, num_hidden_layers: int) -> tuple[int, ...]:
@@ -227,28 +326,89 @@ def training_jobs(
     return jobs
 
 
-def make_sampler(
-    parts: Parts, trainable: Any, config: TrainConfig, *, temperature: float
-) -> Sampler:
-    """A sampler that holds the given weights."""
-    weights, adapters = parts.policy.weights(trainable, parts.frozen)
+def sampler_settings(
+    config: TrainConfig, stop_ids: tuple[int, ...], temperature: float
+) -> SamplerConfig:
+    """The shapes and settings that a config samples with."""
     rollout = config.rollout
-    settings = SamplerConfig(
+    return SamplerConfig(
         waves=rollout.waves,
         slots=-(-rollout.slots // rollout.waves),
         capacity=config.prompt.max_context,
         max_response=rollout.max_response_tokens,
         block=rollout.decode_block,
-        stop_ids=parts.stop_ids,
+        stop_ids=stop_ids,
         temperature=temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
     )
+
+
+def sampler_places(parts: Parts) -> tuple[Any, Any]:
+    """Shardings of the sampler's weights and of its adapters (None without any) on the mesh."""
+    assert parts.policy.mesh is not None
+    to = functools.partial(
+        sharding.tree_shardings,
+        config=parts.policy.config,
+        mesh=parts.policy.mesh,
+        rules=sharding.SAMPLER_RULES,
+    )
+    adapters = parts.specs.get("adapters")
+    return to(params.param_specs(parts.policy.config)), None if adapters is None else to(adapters)
+
+
+def make_sampler(
+    parts: Parts, trainable: Any, config: TrainConfig, *, temperature: float
+) -> Sampler:
+    """A sampler that holds the given weights."""
+    weights, adapters = parts.policy.weights(trainable, parts.frozen)
+    sizes, mesh = parts.policy.config, parts.policy.mesh
+    if mesh is not None:  # between devices; a weight that already lies so is not copied
+        places, adapter_places = sampler_places(parts)
+        weights = jax.device_put(weights, places)
+        if adapters is not None:
+            placed = jax.device_put(adapters.weights, adapter_places)
+            adapters = dataclasses.replace(adapters, weights=placed)
+    settings = sampler_settings(config, parts.stop_ids, temperature)
     return Sampler(
         weights,
-        parts.policy.config,
+        sizes,
         settings,
         adapters=adapters,
         seed=config.seed,
         dtype=jnp.dtype(config.policy.dtype),
+        mesh=mesh,
     )
+
+
+def make_engine(player: Player, config: TrainConfig, *, temperature: float) -> Engine:
+    """The client of the configured server; reads no weights and does not connect yet.
+
+    Raises ``UserError`` if no folder names the policy's end-of-message ids, or the key is missing.
+    """
+    options, rollout, folder = config.engine, config.rollout, config.policy.path
+    assert options is not None
+    if folder is None:
+        raise UserError(
+            f"engine: {options.url} holds weights alone; name the folder of its policy's "
+            "tokenizer with --policy FOLDER"
+        )
+    key = None
+    if options.key_variable is not None:
+        key = api_key("engine.key_variable", options.key_variable)
+    with user_errors(f"policy.path: {folder}", OSError, ValueError):
+        stop_ids = {*hf.stop_ids(folder), player.chat.end_id}
+    settings = EngineSettings(
+        url=options.url,
+        model=options.model,
+        waves=rollout.waves,
+        slots=-(-rollout.slots // rollout.waves),
+        stop_ids=tuple(sorted(stop_ids)),
+        temperature=temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        key=key,
+        deadline_s=options.deadline_s,
+        concurrency=options.concurrency,
+    )
+    return Engine(settings, seed=config.seed)

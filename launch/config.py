@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -20,13 +21,23 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    field_validator,
     model_serializer,
     model_validator,
 )
 
 from envs.scienceworld.tasks import KINDS, check_kinds, check_simplifications
 from launch.errors import UserError
+
+
+def _address(url: str) -> str:
+    if not re.fullmatch(r"https?://[^\s@/]+(/[^\s@]*)?", url):
+        # The value may hold a password: it is not shown.
+        raise ValueError("expected http://HOST/... or https://HOST/... without a password")
+    return url
+
+
+Address = Annotated[str, AfterValidator(_address)]
+ROW_MULTIPLE = 64  # tokens: rows are padded to multiples of it
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Split = Literal["train", "valid_seen", "valid_unseen", "dev", "test"]
@@ -101,12 +112,37 @@ class PolicyConfig(Section):
     lora: LoraConfig | None = None  # null: every parameter is trained
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward pass; updates are float32
     step_graph_layers: tuple[NonNegativeInt, ...] | None = None  # null: the paper's, by depth
+    # auto: the first that can.
+    attention: Literal["auto", "cudnn", "splash", "chunked", "xla"] = "auto"
+    # What the backward pass computes again instead of keeping: each layer, all but its weight
+    # products, or nothing.
+    remat: Literal["full", "dots", "none"] = "none"
 
     @model_validator(mode="after")
     def _one_source(self) -> PolicyConfig:
         if (self.path is None) == (self.init is None):
             both = "both are set" if self.path is not None else "neither is set"
             raise ValueError(f"set exactly one of path and init ({both}); null unsets a key")
+        return self
+
+
+class MeshConfig(Section):
+    """How the policy is spread over the devices of this host."""
+
+    # Replicas of the batch, each with a share of every weight; -1: all devices that are left.
+    data: Annotated[int, Field(ge=-1)] = -1
+    tensor: PositiveInt = 1  # parts of each matrix, of the heads and of the vocabulary
+    context: PositiveInt = 1  # parts of each row's tokens
+
+    @model_validator(mode="after")
+    def _sizes(self) -> MeshConfig:
+        if self.data == 0:
+            raise ValueError("data is 0; expected -1 or a positive size")
+        if ROW_MULTIPLE % self.context:
+            raise ValueError(
+                f"context is {self.context}; it must divide {ROW_MULTIPLE}, because rows are "
+                "padded to multiples of that many tokens"
+            )
         return self
 
 
@@ -204,6 +240,7 @@ class RolloutConfig(Section):
 
     tasks_per_iteration: PositiveInt = 16
     group_size: PositiveInt = 8  # episodes per task
+    value_attempts: PositiveInt = 9  # fresh attempts from every step, for vineppo
     slots: PositiveInt = 32  # episodes held by the decoder at once
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
@@ -241,18 +278,10 @@ class CreditConfig(Section):
 class JudgeConfig(Section):
     """A judge of turns behind an OpenAI-compatible chat endpoint; for methods with judge_score."""
 
-    url: str  # base address, such as http://localhost:8000/v1
+    url: Address  # such as http://localhost:8000/v1; /chat/completions is appended
     model: str  # its name at the endpoint
     key_variable: str | None = None  # environment variable with the API key; null: no key is sent
     deadline_s: PositiveFloat = 60.0  # seconds per episode, all tries together
-
-    @field_validator("url")
-    @classmethod
-    def _address(cls, url: str) -> str:
-        if not re.fullmatch(r"https?://[^\s@/]+(/[^\s@]*)?", url):
-            # The value may hold a password: it is not shown.
-            raise ValueError("expected http://HOST/... or https://HOST/... without a password")
-        return url
 
 
 class LossConfig(Section):
@@ -262,6 +291,7 @@ class LossConfig(Section):
     clip_high: PositiveFloat = 0.2  # 1 + clip_high]
     kl: NonNegativeFloat = 0.01  # to the initial policy
     value: NonNegativeFloat = 0.5  # critic's squared error; for methods with a critic
+    head: NonNegativeFloat = 0.5  # step heads' squared error; for methods that learn a model
     entropy: float = 0.0  # bonus
     # Log-probabilities that the ratio starts from: computed anew by the trainer, or the sampler's.
     old_logp: Literal["trainer", "sampler"] = "trainer"
@@ -272,6 +302,7 @@ class OptimizerConfig(Section):
     """AdamW and how an iteration's episodes are cut into updates."""
 
     learning_rate: PositiveFloat = 1e-6
+    head_learning_rate: PositiveFloat = 1e-3  # of step heads
     schedule: Schedule = "constant"  # to zero at the last iteration, unless constant
     warmup: NonNegativeInt = 0  # updates of linear warm-up
     b1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -297,6 +328,16 @@ class EvaluateConfig(Section):
     games: PositiveInt | None = None  # the first so many of a split; null: all
     temperature: NonNegativeFloat = 0.0  # 0: greedy
     every: NonNegativeInt = 0  # iterations; 0: after the last one only
+
+
+class EngineConfig(Section):
+    """A server that samples in place of this process, for ``evaluate`` and ``play``."""
+
+    url: Address  # such as http://localhost:8000/v1; /completions is appended
+    model: str  # the server's name for the policy
+    key_variable: str | None = None  # environment variable with the key; null: none is sent
+    deadline_s: PositiveFloat = 120.0  # seconds per response, further attempts included
+    concurrency: PositiveInt | None = None  # requests at once; null: all slots of a wave
 
 
 class HabitConfig(Section):
@@ -337,6 +378,7 @@ class TrainConfig(Section):
     seed: NonNegativeInt = 0
     iterations: PositiveInt = 100
     policy: PolicyConfig
+    mesh: MeshConfig | None = None  # null: one device
     tokenizer: Path | None = None  # null: policy.path's; with policy.init the env's word tokenizer
     env: EnvConfig = EnvConfig()
     prompt: PromptConfig = PromptConfig()
@@ -348,6 +390,7 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    engine: EngineConfig | None = None  # null: the policy samples in this process
 
     @model_validator(mode="after")
     def _splits_of_the_environment(self) -> TrainConfig:
@@ -384,6 +427,7 @@ class SftConfig(Section):
     run: Path  # folder that this run, and no other, owns
     seed: NonNegativeInt = 0
     policy: PolicyConfig
+    mesh: MeshConfig | None = None  # null: one device
     tokenizer: Path | None = None
     env: EnvConfig = EnvConfig()
     prompt: PromptConfig = PromptConfig()

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from envs.scienceworld.jvm import find_java
 from launch.config import ScienceWorldConfig, TrainConfig
 from launch.errors import UserError, one_line
 
@@ -66,10 +65,8 @@ def checks(config: TrainConfig | None = None) -> Iterator[Check]:
         yield check_data(config)
     if config is not None and config.policy.path is not None:
         yield check_policy(config.policy.path)
-    needed = name == "scienceworld"
-    options = config.env.scienceworld if config else None
-    yield check_java(needed=needed)
-    yield check_scienceworld(interpreter, options or ScienceWorldConfig(), needed=needed)
+    options = (config.env.scienceworld if config else None) or ScienceWorldConfig()
+    yield check_scienceworld(interpreter, options, needed=name == "scienceworld")
     yield check_disk(config.run if config else Path.cwd())
     yield check_memory(Path("/proc/meminfo"))
     yield check_devices()
@@ -139,15 +136,13 @@ def check_scienceworld(
     """ScienceWorld's engine starts a task under the interpreter of the workers."""
     code = (
         "import importlib.metadata as m, sys; sys.path.insert(0, sys.argv[1]); "
-        "from envs.scienceworld.engine import make; "
-        "make({'jvm': sys.argv[2:]}).reset('boil/0'); print(m.version('scienceworld'))"
+        "from envs.scienceworld.engine import make; from envs.scienceworld.jvm import find_java; "
+        "make({'jvm': sys.argv[2:]}).reset('boil/0'); print(m.version('scienceworld'), find_java())"
     )
     ok, output = _run([interpreter, "-c", code, str(ROOT), *config.jvm], deadline_s)
-    detail = f"{output} starts a task under {interpreter}" if ok else f"{interpreter}: {output}"
-    fix = (
-        "install java and run `make install`, or set env.python to an interpreter that has the "
-        "scienceworld extra"
-    )
+    version, _, java = output.partition(" ")
+    detail = f"{version} starts a task with {java}" if ok else f"{interpreter}: {output}"
+    fix = "run `make install`, or set env.python to an interpreter with the scienceworld extra"
     return Check("scienceworld", ok, detail, fix, needed)
 
 
@@ -177,20 +172,8 @@ def check_policy(folder: Path) -> Check:
     weights = folder.is_dir() and any(folder.glob("*.safetensors"))
     ok = weights and (folder / "config.json").is_file()
     detail = str(folder) if ok else f"{folder} lacks config.json or *.safetensors"
-    fix = "set policy.path to a Hugging Face folder of a Qwen2 model, or use policy.init"
+    fix = "set policy.path to a Hugging Face folder of dense Qwen2.5 or Qwen3, or use policy.init"
     return Check("policy", ok, detail, fix)
-
-
-def check_java(*, needed: bool = False) -> Check:
-    """A Java runtime, which ScienceWorld needs and ALFWorld does not."""
-    found = find_java()
-    return Check(
-        "java",
-        found is not None,
-        found or "neither in JAVA_HOME nor on PATH; ALFWorld needs none",
-        "install a Java runtime, such as the package default-jre-headless",
-        needed,
-    )
 
 
 def check_disk(folder: Path, least_gib: float = DISK_GIB) -> Check:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from envs.protocol import Task
 from launch.config import EnvConfig, PromptConfig, ScienceWorldConfig
 from launch.errors import UserError, one_line, user_errors
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,22 +92,19 @@ def _scienceworld_words() -> list[str]:
 
 
 def _scienceworld_check(config: EnvConfig) -> None:
-    from envs.scienceworld.jvm import NO_JAVA, find_java
-
-    java = find_java()
-    if java is None:
-        raise UserError(f"env.name: {NO_JAVA}")
-    options = _scienceworld(config).jvm
-    started = subprocess.run([java, *options, "-version"], capture_output=True, text=True)
-    if started.returncode:
+    # The interpreter of the workers is asked: its packages may be others than those here.
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from envs.scienceworld.jvm import missing; "
+        "sys.exit(missing(sys.argv[2:]))"
+    )
+    interpreter = str(config.python or sys.executable)
+    command = [interpreter, "-c", code, str(ROOT), *_scienceworld(config).jvm]
+    with user_errors("env.python", OSError):
+        asked = subprocess.run(command, capture_output=True, text=True)
+    if asked.returncode:
         raise UserError(
-            f"env.scienceworld.jvm: java does not start with {' '.join(options)}: "
-            f"{one_line(started.stderr or started.stdout)}"
-        )
-    if config.python is None and importlib.util.find_spec("scienceworld") is None:
-        raise UserError(
-            "env.name: the package scienceworld is not installed; run `make install`, or set "
-            "env.python to an interpreter that has the scienceworld extra"
+            f"env.name: {one_line(asked.stderr)}; run `make install`, set env.python to an "
+            "interpreter that has the scienceworld extra, or see env.scienceworld.jvm"
         )
 
 

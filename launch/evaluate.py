@@ -6,18 +6,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from envs.engine import EngineError
 from envs.pool import Pool
 from envs.protocol import Task
-from envs.rollout import Job
+from envs.rollout import Job, Player, Sampler
 from jaxcredit.episodes import Episode
-from launch import assemble, progress, runs, statistics
+from launch import assemble, games, progress, runs, statistics
 from launch.config import TrainConfig
-from launch.errors import UserError
+from launch.errors import UserError, user_errors
 
 
 def play(
-    parts: assemble.Parts,
-    trainable: Any,
+    player: Player,
+    sampler: Sampler,
     pool: Pool,
     config: TrainConfig,
     tasks: Mapping[str, Sequence[Task]],
@@ -26,22 +27,21 @@ def play(
 ) -> list[dict[str, Any]]:
     """One row per game: split, task, kind, success, status, steps, valid actions.
 
-    ``tasks`` maps a split to its games. Rows carry the hash of the task list, the temperature and
-    the iteration, so that a result says what it measured.
+    ``sampler`` holds the policy and samples at ``evaluate.temperature``; ``tasks`` maps a split to
+    its games. Rows carry the hash of the task list, the temperature and the iteration, so that a
+    result says what it measured.
     """
-    temperature = config.evaluate.temperature
-    sampler = assemble.make_sampler(parts, trainable, config, temperature=temperature)
-    listed = [(split, task) for split, games in tasks.items() for task in games]
+    listed = [(split, task) for split, chosen in tasks.items() for task in chosen]
     jobs = [Job(task, group) for group, (_, task) in enumerate(listed)]
     with progress.bar(f"evaluate after {iteration} iterations") as update:
-        episodes = parts.player.collect(sampler, pool, jobs, iteration=iteration, progress=update)
-    hashes = {split: assemble.split_hash(games) for split, games in tasks.items()}
+        episodes = player.collect(sampler, pool, jobs, iteration=iteration, progress=update)
+    hashes = {split: assemble.split_hash(chosen) for split, chosen in tasks.items()}
     return [
         {
             "iteration": iteration,
             "split": split,
             "tasks": hashes[split],
-            "temperature": temperature,
+            "temperature": config.evaluate.temperature,
             **episode_summary(episode),
             "kind": task.kind,
         }
@@ -106,11 +106,21 @@ def main(config: TrainConfig, policy: Path | None) -> None:
     """``python -m launch evaluate CONFIG [--policy FOLDER]``."""
     from launch import train
 
+    folder: Path | None = None  # of the run, if it is the run's policy that plays
+    sampler: Sampler
+    iteration, title, temperature = 0, str(policy), config.evaluate.temperature
     if policy is not None:
         source = config.policy.model_copy(update={"path": policy, "init": None})
         config = config.model_copy(update={"policy": source})
+    if config.engine is not None:
+        player = assemble.make_player(config)
+        sampler = assemble.make_engine(player, config, temperature=temperature)
+        games.ensure(config.env)
+        title = config.engine.model
+    elif policy is not None:
         parts = train.prepare(config).parts
-        trainable, iteration, folder = parts.trainable, 0, None
+        player = parts.player
+        sampler = assemble.make_sampler(parts, parts.trainable, config, temperature=temperature)
     else:
         if not (config.run / "config.yaml").exists():
             raise UserError(
@@ -121,11 +131,14 @@ def main(config: TrainConfig, policy: Path | None) -> None:
         state = train.latest_state(setup)
         if state is None:
             raise UserError(f"run: {config.run} has no checkpoint yet; train first, or --policy")
-        parts, trainable, iteration = setup.parts, state.trainable, int(state.iteration)
-        folder = config.run
+        player, iteration, folder = setup.parts.player, int(state.iteration), config.run
+        sampler = assemble.make_sampler(
+            setup.parts, state.trainable, config, temperature=temperature
+        )
+        title = f"after {iteration} iterations"
     tasks = tasks_by_split(config)
-    with assemble.open_pool(config.env, config.prompt) as pool:
-        rows = play(parts, trainable, pool, config, tasks, iteration=iteration)
-    report(rows, str(policy) if policy is not None else f"after {iteration} iterations")
+    with assemble.open_pool(config.env, config.prompt) as pool, user_errors("engine", EngineError):
+        rows = play(player, sampler, pool, config, tasks, iteration=iteration)
+    report(rows, title)
     if folder is not None:
         runs.append_rows(folder / "played.jsonl", rows)

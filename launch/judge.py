@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ import numpy as np
 from jaxcredit.episodes import Episode, Status
 from launch.config import TrainConfig
 from launch.errors import UserError, one_line
+from launch.keys import api_key
 
 PARALLEL = 8  # episodes judged at a time
 _MAX_BYTES = 1 << 20  # of an answer
@@ -149,7 +149,9 @@ def chat_judge(
     The judge raises ``JudgeError`` at once if the endpoint refuses the request, and after the
     last try if it is silent, overloaded or answers nonsense.
     """
-    headers = {} if key_variable is None else {"Authorization": f"Bearer {_key(key_variable)}"}
+    headers = {}
+    if key_variable is not None:
+        headers["Authorization"] = f"Bearer {api_key('judge.key_variable', key_variable)}"
     address = f"{url.rstrip('/')}/chat/completions"
     who = f"judge: {model} at {url}"
 
@@ -271,12 +273,3 @@ def _post(client: httpx2.Client, url: str, body: Mapping[str, Any], end: float, 
     if not isinstance(text, str):
         raise _TryAgain("the answer is no chat completion")
     return text
-
-
-def _key(variable: str) -> str:
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise UserError(f"judge.key_variable: the environment variable {variable} is not set")
-    if not (key.isascii() and key.isprintable()):
-        raise UserError(f"judge.key_variable: {variable} holds characters that no API key has")
-    return key

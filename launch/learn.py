@@ -13,14 +13,16 @@ import optax
 from jaxtyping import Array
 
 from envs.protocol import Task
-from jaxcredit import batching, credit, losses
+from jaxcredit import batching, credit, heads, losses
 from jaxcredit.credit import CreditEstimator
 from jaxcredit.episodes import Credit, Episode, EpisodeBatch, Signals, as_fields
 from jaxcredit.update import MicroBatch, TrainState, Update
 from launch.assemble import Parts
-from launch.config import TrainConfig
+from launch.config import ROW_MULTIPLE, TrainConfig
 from launch.judge import Judge, judge_scores
+from models.policy import Policy
 from models.score import ScoreConfig, score
+from models.sharding import place_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +35,9 @@ class Setup:
     scoring: ScoreConfig
     optimizer: optax.GradientTransformation
     update: Update
-    tasks: tuple[Task, ...]
+    tasks: tuple[Task, ...] = ()
     judge: Judge | None = None
+    shardings: TrainState | None = None  # of the state, on a mesh
 
 
 def signals_for(
@@ -45,26 +48,28 @@ def signals_for(
     ``logp`` is always the trainer's; it is absent where neither asks for it.
     """
     parts, needs = setup.parts, setup.estimator.needs
-    policy = dataclasses.replace(parts.policy, entropy="entropy" in needs)
     signals = Signals()
-    head = setup.config.loss.old_logp == "trainer" or bool(needs & {"logp", "value", "entropy"})
-    if head or "step_graph" in needs:
+    policy, step_graph, head = first_pass(setup)
+    if head or step_graph:
         signals = score(
             policy,
             state.trainable,
             parts.frozen,
             batch,
             setup.scoring,
-            step_graph="step_graph" in needs,
+            step_graph=step_graph,
             head=head,
         )
-    if setup.config.loss.kl or "ref_logp" in needs:
+    if wants_reference(setup):
         signals = dataclasses.replace(signals, ref_logp=_reference_logp(setup, batch))
     if "hindsight_logp" in needs:
         other = batching.batch_episodes(
-            episodes, max_steps=setup.config.env.max_steps, length_multiple=64, hindsight=True
+            episodes,
+            max_steps=setup.config.env.max_steps,
+            length_multiple=ROW_MULTIPLE,
+            hindsight=True,
         )
-        policy = dataclasses.replace(policy, value_head=False, entropy=False)
+        policy = plain(policy)
         # A hindsight prompt may be longer than the one it replaces.
         scoring = setup.scoring
         if other.tokens.shape[1] > scoring.buckets[-1]:
@@ -80,13 +85,38 @@ def signals_for(
     return signals
 
 
-def _reference_logp(setup: Setup, batch: EpisodeBatch) -> Array | None:
-    """Log-probabilities of the initial policy; with LoRA that is the base without adapters."""
+def first_pass(setup: Setup) -> tuple[Policy, bool, bool]:
+    """The first scoring pass: its policy; whether it takes step graphs, and log-probabilities."""
+    needs = setup.estimator.needs
+    said = {"logp", "value", "entropy", "reward_logp", *heads.STEP_HEADS}
+    head = setup.config.loss.old_logp == "trainer" or bool(needs & said)
+    policy = dataclasses.replace(setup.parts.policy, entropy="entropy" in needs)
+    return policy, "step_graph" in needs, head
+
+
+def wants_reference(setup: Setup) -> bool:
+    """Whether log-probabilities of the initial policy are needed."""
+    return bool(setup.config.loss.kl) or "ref_logp" in setup.estimator.needs
+
+
+def reference(setup: Setup) -> tuple[Policy, Any]:
+    """The initial policy and its weights; with LoRA that is the base without adapters."""
     parts = setup.parts
-    policy = dataclasses.replace(parts.policy, adapter_scale=None, value_head=False, entropy=False)
+    policy = dataclasses.replace(plain(parts.policy), adapter_scale=None)
     weights = parts.trainable if parts.policy.adapter_scale is None else parts.frozen
-    found = score(policy, {"params": weights["params"]}, None, batch, setup.scoring)
-    return found.logp
+    return policy, {"params": weights["params"]}
+
+
+def _reference_logp(setup: Setup, batch: EpisodeBatch) -> Array | None:
+    policy, weights = reference(setup)
+    return score(policy, weights, None, batch, setup.scoring).logp
+
+
+def plain(policy: Policy) -> Policy:
+    """The policy without what reads its states or stands beside it."""
+    return dataclasses.replace(
+        policy, value_head=False, step_heads=(), reward_model=False, entropy=False
+    )
 
 
 def minibatches(setup: Setup, iteration: int) -> Iterator[np.ndarray]:
@@ -111,20 +141,35 @@ def update_policy(
         "ref_logp": signals.ref_logp,
         "target": found.token_target,
         "old_value": signals.value,
+        "reward_slope": found.reward_slope,
     }
     arrays = {name: np.asarray(x) for name, x in given.items() if x is not None}
+    targets = found.step_target or {}
+    read = {name: heads.read_tokens(batch, name) for name in targets}
+    head_target = {
+        name: heads.to_tokens(batch, read[name], np.asarray(x)) for name, x in targets.items()
+    }
     lengths = batching.row_lengths(batch)
     owner = np.asarray(batch.episode).max(axis=1)
     token_weight = np.asarray(found.token_weight)
+    mesh = setup.parts.policy.mesh
     rows: list[dict[str, Any]] = []
     for chosen in minibatches(setup, int(state.iteration)):
-        weight = losses.loss_weights(batch, token_weight, chosen, setup.config.loss.reduce)
+        reduce = setup.config.loss.reduce
+        weight = losses.loss_weights(batch, token_weight, chosen, reduce)
         if not weight.any():
             continue
+        head_weight = {
+            name: heads.step_weights(batch, read[name], chosen, reduce) for name in targets
+        }
         grads, sums = setup.update.zeros(state), []
         mine = np.flatnonzero(np.isin(owner, chosen))
         for part in batching.length_slices(
-            lengths, tokens=setup.scoring.tokens, buckets=setup.scoring.buckets, rows=mine
+            lengths,
+            tokens=setup.scoring.tokens,
+            buckets=setup.scoring.buckets,
+            rows=mine,
+            multiple=1 if mesh is None else mesh.shape["data"],
         ):
             fields = batching.take_rows(batch, part)
             micro = MicroBatch(
@@ -136,8 +181,11 @@ def update_policy(
                         "weight": part.take(weight),
                         **{name: part.take(array) for name, array in arrays.items()},
                     }
-                )
+                ),
+                head_target=as_fields({k: part.take(x) for k, x in head_target.items()}),
+                head_weight=as_fields({k: part.take(x) for k, x in head_weight.items()}),
             )
+            micro = place_rows(micro, mesh)
             grads, sum_ = setup.update.accumulate(state, setup.parts.frozen, grads, micro)
             sums.append(sum_)
         state, norm = setup.update.apply(state, grads)

@@ -2,52 +2,63 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
+from envs.chat import ChatFormat
+from envs.engine import EngineError
 from envs.protocol import Task
-from envs.rollout import Job
+from envs.rollout import Job, Sampler
 from jaxcredit import batching, credit
 from jaxcredit.episodes import Episode, EpisodeBatch
 from launch import assemble, games
-from launch.config import TrainConfig
-from launch.errors import UserError
+from launch.config import ROW_MULTIPLE, TrainConfig
+from launch.errors import UserError, user_errors
 from models.score import ScoreConfig, score
 
 
 def main(config: TrainConfig, policy: Path | None, task: str | None, out: Path) -> None:
     """``python -m launch play CONFIG --out FOLDER [--policy FOLDER] [--task ID]``.
 
-    Writes ``transcript.md`` and, for a conversation, ``step_graph.png``.
+    Writes ``transcript.md`` and, for a conversation that was sampled here, ``step_graph.png``: a
+    server does not tell where its policy looked.
     """
     if out.exists():
         raise UserError(f"--out: {out} exists; name a new folder")
     if policy is not None:
         source = config.policy.model_copy(update={"path": policy, "init": None})
         config = config.model_copy(update={"policy": source})
-    parts = assemble.build(config, critic=False)
-    layers = assemble.step_graph_layers(config.policy, parts.policy.config.num_hidden_layers)
-    games.ensure(config.env)
-    chosen = pick(config, task)
     single = config.model_copy(
         update={"rollout": config.rollout.model_copy(update={"slots": 1, "waves": 1})}
     )
-    sampler = assemble.make_sampler(
-        parts, parts.trainable, single, temperature=config.evaluate.temperature
-    )
-    alone = config.env.model_copy(update={"workers": 1})
-    with assemble.open_pool(alone, config.prompt) as pool:
-        (episode,) = parts.player.collect(sampler, pool, [Job(chosen, 0)])
+    temperature = config.evaluate.temperature
+    sampler: Sampler
+    graph = None
+    if config.engine is not None:
+        player = assemble.make_player(config)
+        sampler = assemble.make_engine(player, single, temperature=temperature)
+    else:
+        parts = assemble.build(config, critic=False)
+        layers = assemble.step_graph_layers(config.policy, parts.policy.config.num_hidden_layers)
+        graph = functools.partial(draw, parts, layers)
+        player = parts.player
+        sampler = assemble.make_sampler(parts, parts.trainable, single, temperature=temperature)
+    games.ensure(config.env)
+    chosen = pick(config, task)
+    workers = config.env.model_copy(update={"workers": 1})
+    with assemble.open_pool(workers, config.prompt) as pool, user_errors("engine", EngineError):
+        (episode,) = player.collect(sampler, pool, [Job(chosen, 0)])
     batch = batching.batch_episodes(
-        [episode], max_steps=max(2, len(episode.steps)), length_multiple=64
+        [episode], max_steps=max(2, len(episode.steps)), length_multiple=ROW_MULTIPLE
     )
     out.mkdir(parents=True)
     share = None
-    if episode.context == "conversation":
-        share = draw(parts, layers, batch, episode, out / "step_graph.png")
-    (out / "transcript.md").write_text(transcript(parts, chosen, batch, episode, share))
+    if graph is not None and episode.context == "conversation":
+        share = graph(batch, episode, out / "step_graph.png")
+    (out / "transcript.md").write_text(transcript(player.chat, chosen, batch, episode, share))
     print(f"{episode.status.name} after {len(episode.steps)} steps; see {out}/transcript.md")
 
 
@@ -110,14 +121,13 @@ def draw(
 
 
 def transcript(
-    parts: assemble.Parts,
+    chat: ChatFormat,
     task: Task,
     batch: EpisodeBatch,
     episode: Episode,
     share: np.ndarray | None,
 ) -> str:
     """The episode in Markdown, exactly as the policy read and wrote it, step by step."""
-    chat = parts.chat
     tokens = int(np.asarray(batch.trainable).sum())
     lines = [
         f"# {task.id}",

@@ -18,13 +18,15 @@ import optax
 from envs.demonstrations import Habit, demonstrate
 from jaxcredit import batching, losses
 from jaxcredit.episodes import Episode, EpisodeBatch
-from launch import assemble, games, metrics, runs
-from launch.config import SftConfig
+from jaxcredit.update import TrainState
+from launch import assemble, games, metrics, placement, runs
+from launch.config import ROW_MULTIPLE, SftConfig
 from launch.errors import UserError
 from launch.schedules import learning_rate_schedule
 from models import hf, lora
 from models.policy import Policy
 from models.score import buckets_for
+from models.sharding import place_rows
 
 
 def collect(config: SftConfig, parts: assemble.Parts) -> list[Episode]:
@@ -52,6 +54,7 @@ def make_step(
     frozen: Any,
     optimizer: optax.GradientTransformation,
     context_weight: float,
+    shardings: TrainState | None = None,
 ) -> Any:
     """Jitted maximum-likelihood step on one slice of rows.
 
@@ -59,7 +62,9 @@ def make_step(
     on all others (prompts and observations teach a small policy to copy names).
     """
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    out = None if shardings is None else (shardings.trainable, shardings.opt_state, None)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=out)
     def step(trainable: Any, opt_state: Any, rows: dict[str, Any]) -> Any:
         def loss(trainable: Any) -> tuple[Any, Any]:
             hidden, _ = policy.hidden(
@@ -110,8 +115,10 @@ def main(config: SftConfig) -> None:
     run = runs.open_run(config, config.run)
     log = metrics.open_metrics(run.metrics, 0)
     episodes = collect(config, parts)
-    batch = batching.batch_episodes(episodes, max_steps=config.env.max_steps, length_multiple=64)
-    buckets = buckets_for(int(batching.row_lengths(batch).max()), multiple=64, count=4)
+    batch = batching.batch_episodes(
+        episodes, max_steps=config.env.max_steps, length_multiple=ROW_MULTIPLE
+    )
+    buckets = buckets_for(int(batching.row_lengths(batch).max()), multiple=ROW_MULTIPLE)
     per_epoch = sum(1 for _ in batches(batch, _one_epoch(config), buckets))
     total = config.sft.steps or per_epoch * (config.sft.epochs or 1)
     schedule = learning_rate_schedule(
@@ -122,13 +129,15 @@ def main(config: SftConfig) -> None:
         optax.identity() if clip is None else optax.clip_by_global_norm(clip),
         optax.adamw(schedule, b2=0.98, weight_decay=config.sft.weight_decay),
     )
-    step = make_step(parts.policy, parts.frozen, optimizer, config.sft.context_weight)
-    trainable = parts.trainable
-    opt_state = optimizer.init(trainable)
+    shardings = placement.state_shardings(parts.policy, parts.specs, optimizer, ())
+    step = make_step(parts.policy, parts.frozen, optimizer, config.sft.context_weight, shardings)
+    state = placement.initial_state(parts.trainable, optimizer, (), shardings)
+    trainable, opt_state = state.trainable, state.opt_state
     started, window = time.time(), []
     for number, rows in enumerate(batches(batch, config, buckets)):
         if number >= total:
             break
+        rows = place_rows(rows, parts.policy.mesh)
         trainable, opt_state, loss = step(trainable, opt_state, rows)
         window.append(loss)
         if (number + 1) % 50 == 0 or number + 1 == total:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,15 +19,16 @@ from envs.pool import Pool
 from envs.protocol import Task
 from jaxcredit import batching, checkpoint, credit
 from jaxcredit.credit import CreditEstimator
-from jaxcredit.episodes import Episode, EpisodeBatch, Signals, Status
+from jaxcredit.episodes import Episode, EpisodeBatch, Signals, Status, as_fields
+from jaxcredit.heads import STEP_HEADS
 from jaxcredit.update import LossConfig, TrainState, make_update
-from launch import assemble, evaluate, games, metrics, progress, runs
-from launch.config import TrainConfig
+from launch import assemble, branch, evaluate, games, metrics, placement, progress, runs
+from launch.config import ROW_MULTIPLE, TrainConfig
 from launch.errors import UserError, user_errors
 from launch.judge import judge_of
 from launch.learn import Setup, signals_for, update_policy
 from launch.schedules import learning_rate_schedule
-from models import hf
+from models import hf, lora, peft
 from models.score import ScoreConfig, buckets_for
 
 
@@ -41,27 +44,49 @@ def make_estimator(config: TrainConfig) -> CreditEstimator:
     return credit.estimator(method.name, credit.add(method, penalty))
 
 
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with warm-up, schedule and clipping; the critic may learn at its own rate."""
+def make_optimizer(
+    config: TrainConfig, *, beside: Collection[str] = ()
+) -> optax.GradientTransformation:
+    """AdamW with warm-up, schedule and clipping.
+
+    What is learned ``beside`` the policy ("heads", "reward") is clipped by itself: a large
+    gradient of theirs must not shorten the policy's step. Step heads have a rate of their own.
+    """
     options = config.optimizer
     episodes = config.rollout.tasks_per_iteration * config.rollout.group_size
     per_pass = -(-episodes // (options.minibatch_episodes or episodes))
     total = config.iterations * options.epochs * per_pass
-    return optax.chain(
-        optax.identity()
-        if options.clip_norm is None
-        else optax.clip_by_global_norm(options.clip_norm),
-        optax.adamw(
-            learning_rate_schedule(options.learning_rate, options.schedule, options.warmup, total),
-            b1=options.b1,
-            b2=options.b2,
-            weight_decay=options.weight_decay,
-        ),
+
+    def adamw(rate: float) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.identity()
+            if options.clip_norm is None
+            else optax.clip_by_global_norm(options.clip_norm),
+            optax.adamw(
+                learning_rate_schedule(rate, options.schedule, options.warmup, total),
+                b1=options.b1,
+                b2=options.b2,
+                weight_decay=options.weight_decay,
+            ),
+        )
+
+    policy = adamw(options.learning_rate)
+    if not beside:
+        return policy
+    rates = {"heads": options.head_learning_rate, "reward": options.learning_rate}
+    return optax.partition(
+        {"policy": policy, **{name: adamw(rates[name]) for name in beside}},
+        lambda tree: {name: name if name in beside else "policy" for name in tree},
     )
 
 
-def prepare(config: TrainConfig) -> Setup:
-    """Checks the config and builds what it names; then writes missing games, and nothing else."""
+def checked_estimator(config: TrainConfig) -> CreditEstimator:
+    """The credit method of a config whose parts fit together; ``UserError`` if they do not."""
+    if config.engine is not None:
+        raise UserError(
+            f"engine: training cannot play through {config.engine.url}: the server does not get "
+            "the weights that every update changes; set engine=null"
+        )
     estimator = make_estimator(config)
     if "step_graph" in estimator.needs and config.prompt.context != "conversation":
         raise UserError(
@@ -77,48 +102,67 @@ def prepare(config: TrainConfig) -> Setup:
             f"credit: {estimator.name} needs token_flow, which no run computes; use "
             "flowtracer_step, or call jaxcredit.credit.token_flow in a program of your own"
         )
+    return estimator
+
+
+def prepare(config: TrainConfig) -> Setup:
+    """Checks the config and builds what it names; then writes missing games, and nothing else."""
+    estimator = checked_estimator(config)
     judge = judge_of(config, estimator.needs)
-    parts = assemble.build(config, critic="value" in estimator.needs)
+    parts = assemble.build(config, **beside_policy(estimator))
+    setup = setup_of(config, parts, estimator)
+    games.ensure(config.env)
+    return dataclasses.replace(setup, tasks=assemble.tasks_of(config.env, "train"), judge=judge)
+
+
+def beside_policy(estimator: CreditEstimator) -> dict[str, Any]:
+    """What a credit method trains beside the policy: options of ``launch.assemble.policy_of``."""
+    return {
+        "critic": "value" in estimator.needs,
+        "step_heads": tuple(name for name in STEP_HEADS if name in estimator.needs),
+        "reward_model": "reward_logp" in estimator.needs,
+    }
+
+
+def setup_of(config: TrainConfig, parts: assemble.Parts, estimator: CreditEstimator) -> Setup:
+    """The device side of a run: its programs and shapes. Looks at no weight."""
     layers = assemble.step_graph_layers(config.policy, parts.policy.config.num_hidden_layers)
     policy = dataclasses.replace(
         parts.policy,
         temperature=config.rollout.temperature,
         entropy=config.loss.entropy != 0 or "entropy" in estimator.needs,
     )
-    optimizer = make_optimizer(config)
+    beside = {"heads": bool(policy.step_heads), "reward": policy.reward_model}
+    optimizer = make_optimizer(config, beside=[name for name, yes in beside.items() if yes])
     loss = LossConfig(
         clip_low=config.loss.clip_low,
         clip_high=config.loss.clip_high,
         kl=config.loss.kl,
         value=config.loss.value if policy.value_head else 0.0,
         entropy=config.loss.entropy,
+        head=config.loss.head if policy.step_heads else 0.0,
+        reward=float(policy.reward_model),
     )
-    games.ensure(config.env)
+    shardings = placement.state_shardings(policy, parts.specs, optimizer, estimator.init())
     return Setup(
         config=config,
         parts=dataclasses.replace(parts, policy=policy),
         estimator=estimator,
         scoring=ScoreConfig(
-            buckets=buckets_for(config.prompt.max_context, multiple=64, count=4),
+            buckets=buckets_for(config.prompt.max_context, multiple=ROW_MULTIPLE),
             tokens=config.optimizer.microbatch_tokens,
             layers=layers,
         ),
         optimizer=optimizer,
-        update=make_update(policy.evaluate, optimizer, loss),
-        tasks=assemble.tasks_of(config.env, "train"),
-        judge=judge,
+        shardings=shardings,
+        update=make_update(policy.evaluate, optimizer, loss, shardings),
     )
 
 
 def initial_state(setup: Setup) -> TrainState:
     """The state before the first iteration."""
-    trainable = jax.tree.map(jnp.copy, setup.parts.trainable)
-    return TrainState(
-        trainable=trainable,
-        opt_state=setup.optimizer.init(trainable),
-        credit_state=setup.estimator.init(),
-        iteration=jnp.int32(0),
-        updates=jnp.int32(0),
+    return placement.initial_state(
+        setup.parts.trainable, setup.optimizer, setup.estimator.init(), setup.shardings
     )
 
 
@@ -128,8 +172,13 @@ def latest_state(setup: Setup) -> TrainState | None:
         return checkpoint.read_latest(setup.config.run / "checkpoints", initial_state(setup))
 
 
-def collect(setup: Setup, state: TrainState, pool: Pool) -> list[Episode]:
-    """Plays the iteration's episodes with the current policy."""
+def collect(
+    setup: Setup, state: TrainState, pool: Pool
+) -> tuple[list[Episode], dict[str, np.ndarray]]:
+    """Plays the iteration's episodes with the current policy.
+
+    Also returns the signals that take more playing: ``mc_value``, if the method needs it.
+    """
     config, iteration = setup.config, int(state.iteration)
     sampler = assemble.make_sampler(
         setup.parts, state.trainable, config, temperature=config.rollout.temperature
@@ -142,7 +191,7 @@ def collect(setup: Setup, state: TrainState, pool: Pool) -> list[Episode]:
         group_size=config.rollout.group_size,
     )
     with progress.bar(f"iteration {iteration}: episodes") as update:
-        return setup.parts.player.collect(
+        episodes = setup.parts.player.collect(
             sampler,
             pool,
             jobs,
@@ -150,6 +199,23 @@ def collect(setup: Setup, state: TrainState, pool: Pool) -> list[Episode]:
             policy_version=int(state.updates),
             progress=update,
         )
+    if "mc_value" not in setup.estimator.needs:
+        return episodes, {}
+    with progress.bar(f"iteration {iteration}: attempts from every step") as update:
+        values = branch.mc_values(
+            setup.parts.player,
+            sampler,
+            pool,
+            [job.task for job in jobs],
+            episodes,
+            attempts=config.rollout.value_attempts,
+            iteration=iteration,
+            max_steps=config.env.max_steps,
+            progress=update,
+            # As the estimator discounts and adds, so must its values.
+            **config.credit.options,
+        )
+    return episodes, {"mc_value": values}
 
 
 def rollout_metrics(episodes: Sequence[Episode], batch: EpisodeBatch) -> dict[str, float]:
@@ -185,15 +251,16 @@ def iterate(
     """One iteration of the line; returns the new state, metrics and episode rows."""
     clock = [time.perf_counter()]
     failures = pool.failures
-    episodes = collect(setup, state, pool)
+    episodes, played = collect(setup, state, pool)
     clock.append(time.perf_counter())
     batch = batching.batch_episodes(
         episodes,
         max_steps=setup.config.env.max_steps,
-        length_multiple=64,
+        length_multiple=ROW_MULTIPLE,
         groups=setup.config.rollout.group_size,
     )
     signals = signals_for(setup, state, episodes, batch)
+    signals = dataclasses.replace(signals, **as_fields(played))
     clock.append(time.perf_counter())
     found, credit_state = estimate(batch, signals, state.credit_state)
     found = jax.tree.map(np.asarray, found)
@@ -271,8 +338,14 @@ def _evaluate(
     iteration = int(state.iteration)
     rows = [row for row in runs.read_rows(run.evaluations) if row["iteration"] == iteration]
     if not rows:
+        sampler = assemble.make_sampler(
+            setup.parts,
+            state.trainable,
+            setup.config,
+            temperature=setup.config.evaluate.temperature,
+        )
         rows = evaluate.play(
-            setup.parts, state.trainable, pool, setup.config, tasks, iteration=iteration
+            setup.parts.player, sampler, pool, setup.config, tasks, iteration=iteration
         )
         runs.append_rows(run.evaluations, rows)
     evaluate.report(rows, f"after {iteration} iterations")
@@ -307,16 +380,30 @@ def _finish(setup: Setup, state: TrainState, run: runs.Run) -> None:
     print(f"digest: {checkpoint.digest(state.trainable)}", flush=True)
 
 
-def export(setup: Setup, state: TrainState, folder: Any) -> None:
-    """Writes the policy (adapters merged) and its tokenizer in Hugging Face's layout."""
-    weights, adapters = setup.parts.policy.weights(state.trainable, setup.parts.frozen)
-    if adapters is not None:
-        from models import lora
+def export(setup: Setup, state: TrainState, folder: Path) -> None:
+    """Writes the policy (adapters merged) and its tokenizer in Hugging Face's layout.
 
+    Adapters are also written alone, in PEFT's layout, to ``adapters`` beside ``folder``.
+    """
+    parts, source = setup.parts, setup.config.policy
+    # Merged in float32: an adapter's change may be smaller than the base's rounding.
+    exact = dataclasses.replace(parts.policy, dtype="float32")
+    weights, adapters = exact.weights(state.trainable, parts.frozen)
+    if adapters is not None:
         weights = lora.merge(weights, adapters)
+        with _replacing(folder.with_name("adapters")) as partial:
+            base = None if source.path is None else str(source.path)
+            peft.save_adapters(partial, parts.policy.config, adapters, base=base)
+    with _replacing(folder) as partial:
+        hf.save_policy(partial, parts.policy.config, weights, jnp.float32)
+        parts.chat.tokenizer.save_pretrained(partial)
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A new folder that takes ``folder``'s place when it is complete."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    hf.save_policy(partial, setup.parts.policy.config, weights, jnp.float32)
-    setup.parts.chat.tokenizer.save_pretrained(partial)
+    yield partial
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -1,4 +1,7 @@
-"""The architecture of a Qwen2.5 policy, read from and written to a Hugging Face ``config.json``."""
+"""The architecture of a dense Qwen policy, read from and written to a ``config.json``.
+
+Two families share every function of this room: Qwen2.5 (``qwen2``) and Qwen3 (``qwen3``).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,37 @@ _REQUIRED = (
 
 
 @dataclasses.dataclass(frozen=True)
+class Family:
+    """What sets one family apart; everything else is a size that config.json states.
+
+    Attributes:
+      architecture: name of the class in transformers.
+      qkv_bias: whether the projections of queries, keys and values have a bias.
+      qk_norm: whether each head's queries and keys are normalised before they are rotated.
+    """
+
+    architecture: str
+    qkv_bias: bool
+    qk_norm: bool
+
+
+FAMILIES = {
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False),  # Qwen2.5 says qwen2 too
+    "qwen3": Family("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True),
+}
+
+# A part of a model_type, between underscores, and what such a model is.
+_REFUSED = {
+    "vl": "a vision-language model",
+    "audio": "an audio-language model",
+    "omni": "a model of text, images and sound",
+    "moe": "a mixture of experts",
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class QwenConfig:
-    """Shape and constants of a decoder-only Qwen2 model. Hashable, so jit may treat it as static.
+    """Shape and constants of a decoder-only Qwen model. Hashable, so jit may treat it as static.
 
     Attributes:
       vocab_size: rows of the embedding table, V (may exceed the tokenizer's vocabulary).
@@ -26,13 +58,14 @@ class QwenConfig:
       num_hidden_layers: number of blocks, L.
       num_attention_heads: query heads, H.
       num_key_value_heads: key-value heads, G; divides H.
-      head_dim: size of one head, h (even).
+      head_dim: size of one head, h (even); H h need not be D.
       rms_norm_eps: epsilon inside every root-mean-square norm.
       rope_theta: base of the rotary frequencies.
       tie_word_embeddings: whether the output head is the transposed embedding table.
       max_position_embeddings: longest context the weights were trained for, in tokens.
       eos_token_ids: every id that ends a message.
       pad_token_id: id written into padding; no mask is ever derived from it.
+      model_type: key of ``FAMILIES``.
     """
 
     vocab_size: int
@@ -48,8 +81,11 @@ class QwenConfig:
     max_position_embeddings: int = 32768
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int = 0
+    model_type: str = "qwen2"
 
     def __post_init__(self) -> None:
+        if self.model_type not in FAMILIES:
+            raise ValueError(_unsupported_type(self.model_type))
         for name in (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -72,9 +108,14 @@ class QwenConfig:
                         "fix the id or vocab_size"
                     )
 
+    @property
+    def family(self) -> Family:
+        """What the model type implies."""
+        return FAMILIES[self.model_type]
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> QwenConfig:
-        """Reads the ``config.json`` of a ``Qwen2ForCausalLM``.
+        """Reads the ``config.json`` of a ``Qwen2ForCausalLM`` or a ``Qwen3ForCausalLM``.
 
         Args:
           hf: the parsed JSON object; both the ``rope_theta`` key and the newer
@@ -82,10 +123,13 @@ class QwenConfig:
 
         Raises:
           ValueError: a key is missing, or names something this port does not compute (another
-            architecture, sliding windows, scaled rotary embeddings, another activation).
+            architecture, experts, images or sound, sliding windows, scaled rotary embeddings,
+            another activation, biases that the family does not have).
         """
         _refuse_unsupported(hf)
-        missing = [name for name in _REQUIRED if hf.get(name) is None]
+        # Qwen2's head size follows from its width; that of Qwen3 does not.
+        required = (*_REQUIRED, *(("head_dim",) if hf["model_type"] == "qwen3" else ()))
+        missing = [name for name in required if hf.get(name) is None]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}; add the missing keys")
         rope = _rope(hf)
@@ -114,14 +158,18 @@ class QwenConfig:
             max_position_embeddings=int(hf.get("max_position_embeddings", 32768)),
             eos_token_ids=eos,
             pad_token_id=int(pad) if pad is not None else (eos[0] if eos else 0),
+            model_type=hf["model_type"],
         )
 
     def to_hf(self) -> dict[str, Any]:
         """The ``config.json`` object of this architecture, readable by transformers 4 and 5."""
+        # Qwen2's configuration has no such key: its biases are fixed.
+        bias = {} if self.family.qkv_bias else {"attention_bias": False}
         return {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
+            "architectures": [self.family.architecture],
+            "model_type": self.model_type,
             "hidden_act": "silu",
+            **bias,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -157,29 +205,69 @@ def _rope(hf: Mapping[str, Any]) -> float:
     return float(theta)
 
 
+def _unsupported_type(model_type: Any) -> str:
+    parts = str(model_type).split("_")
+    kind = next((f", {what}" for part, what in _REFUSED.items() if part in parts), "")
+    return (
+        f"model_type is {model_type!r}{kind}; expected one of {sorted(FAMILIES)}, "
+        "so choose a dense Qwen2.5 or Qwen3 checkpoint"
+    )
+
+
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    names = hf.get("architectures") or ["Qwen2ForCausalLM"]
-    if list(names) != ["Qwen2ForCausalLM"] or hf.get("model_type", "qwen2") != "qwen2":
+    model_type = hf.get("model_type")
+    if model_type is None:
+        raise ValueError(f"config.json lacks model_type; add one of {sorted(FAMILIES)}")
+    if model_type not in FAMILIES:
+        raise ValueError(_unsupported_type(model_type))
+    family = FAMILIES[model_type]
+    names = hf.get("architectures") or [family.architecture]
+    if list(names) != [family.architecture]:
         raise ValueError(
-            f"architectures is {names} (model_type {hf.get('model_type')!r}); "
-            "only Qwen2ForCausalLM is supported, so convert or choose a Qwen2.5 checkpoint"
+            f"architectures is {names} but model_type is {model_type!r}; only "
+            f"{family.architecture} is supported, so convert or choose another checkpoint"
+        )
+    bias = hf.get("attention_bias")
+    if bias is not None and bool(bias) != family.qkv_bias:
+        raise ValueError(
+            f"attention_bias is {bias}, but {model_type} has "
+            f"{'' if family.qkv_bias else 'no '}biases on queries, keys and values; "
+            "remove the key or choose another checkpoint"
         )
     if hf.get("use_sliding_window"):
-        raise ValueError("use_sliding_window is true; only full causal attention is supported")
+        raise ValueError(
+            "use_sliding_window is true; only full causal attention is supported, so set it to "
+            "false (contexts must then be no longer than the window)"
+        )
     other = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
     if other:
         raise ValueError(f"layer_types holds {other}; only 'full_attention' is supported")
     if hf.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act is {hf['hidden_act']!r}; only 'silu' is supported")
     for key in ("rope_scaling", "rope_parameters"):
-        entry = hf.get(key) or {}
-        kind = entry.get("rope_type", entry.get("type", "default"))
-        if kind != "default":
-            raise ValueError(
-                f"{key} asks for {kind!r}; only 'default' rotary embedding is supported, "
-                f"so remove {key} (contexts then end at max_position_embeddings)"
-            )
-        if entry.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(f"{key}.partial_rotary_factor must be 1.0")
+        _refuse_scaling(key, hf.get(key) or {})
+    if hf.get("use_mrope"):
+        raise ValueError("use_mrope is true; only one-dimensional positions are supported")
     if hf.get("quantization_config"):
-        raise ValueError("quantization_config is set; only unquantised weights are supported")
+        raise ValueError(
+            "quantization_config is set; only unquantised weights are supported, so choose the "
+            "checkpoint that this one was made from"
+        )
+
+
+def _refuse_scaling(key: str, entry: Mapping[str, Any]) -> None:
+    fix = f"so remove {key} (contexts then end at max_position_embeddings)"
+    kind = entry.get("rope_type", entry.get("type", "default"))
+    if kind != "default":
+        raise ValueError(
+            f"{key} asks for {kind!r}; only 'default' rotary embedding is supported, {fix}"
+        )
+    factor = entry.get("partial_rotary_factor", 1.0)
+    if factor != 1.0:
+        raise ValueError(f"{key}.partial_rotary_factor is {factor}; only 1.0 is supported")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    other = sorted(set(entry) - known)
+    if other:  # such as a factor without a kind, or mrope_section under kind 'default'
+        raise ValueError(
+            f"{key} holds {other}; only 'default' rotary embedding is supported, {fix}"
+        )

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -17,13 +18,13 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from models.config import QwenConfig, token_ids
-from models.params import Params, param_specs
+from models.params import Params, is_spec, param_specs
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 # Our name within a layer -> (Hugging Face name, whether the matrix is stored transposed).
-_LAYER = {
+LAYER_TENSORS = {
     "input_norm": ("input_layernorm.weight", False),
     "q": ("self_attn.q_proj.weight", True),
     "q_bias": ("self_attn.q_proj.bias", False),
@@ -31,6 +32,8 @@ _LAYER = {
     "k_bias": ("self_attn.k_proj.bias", False),
     "v": ("self_attn.v_proj.weight", True),
     "v_bias": ("self_attn.v_proj.bias", False),
+    "q_norm": ("self_attn.q_norm.weight", False),
+    "k_norm": ("self_attn.k_norm.weight", False),
     "o": ("self_attn.o_proj.weight", True),
     "post_norm": ("post_attention_layernorm.weight", False),
     "gate": ("mlp.gate_proj.weight", True),
@@ -45,14 +48,18 @@ _TOP = {
 
 
 def load_policy(
-    folder: str | os.PathLike[str], dtype: Any = jnp.float32
+    folder: str | os.PathLike[str],
+    dtype: Any = jnp.float32,
+    shardings: Callable[[QwenConfig], Params] | None = None,
 ) -> tuple[QwenConfig, Params]:
-    """Reads a Qwen2.5 policy.
+    """Reads a Qwen2.5 or Qwen3 policy.
 
     Args:
       folder: holds config.json, model.safetensors or its sharded index, and optionally
         generation_config.json, whose end-of-message ids are added to those of config.json.
       dtype: dtype of the returned weights, whatever the files hold.
+      shardings: gives the tree of ``jax.sharding.Sharding`` that the weights should have; each
+        process then reads the bytes of its own devices only. None: whole, on the default device.
 
     Returns:
       ``(config, params)`` with layers stacked.
@@ -69,14 +76,23 @@ def load_policy(
         expected = {name: shape for name, shape, _ in _hf_tensors(config)}
         _compare(folder, config, shapes, expected)
         specs = param_specs(config)
+        places = jax.tree.map(lambda _: None, specs, is_leaf=is_spec)
+        if shardings is not None:
+            places = shardings(config)
         params: Params = {
-            name: jnp.asarray(_oriented(read(hf), flip), dtype)
+            name: _array(partial(_part, read, hf, flip), specs[name].shape, dtype, places[name])
             for name, (hf, flip) in _TOP.items()
             if name in specs
         }
         params["layers"] = {
-            name: _stacked(read, hf, flip, specs["layers"][name].shape, dtype)
-            for name, (hf, flip) in _LAYER.items()
+            name: _array(
+                partial(_stacked_part, read, hf, flip, config.num_hidden_layers),
+                specs["layers"][name].shape,
+                dtype,
+                places["layers"][name],
+            )
+            for name, (hf, flip) in LAYER_TENSORS.items()
+            if name in specs["layers"]
         }
     return config, params
 
@@ -89,11 +105,18 @@ def load_config(folder: str | os.PathLike[str]) -> QwenConfig:
             f"policy folder {folder} does not exist; give a Hugging Face folder"
         )
     hf = _read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        extra = token_ids(_read_json(generation).get("eos_token_id"))
-        hf["eos_token_id"] = list(dict.fromkeys((*token_ids(hf.get("eos_token_id")), *extra)))
+    hf["eos_token_id"] = list(stop_ids(folder))
     return QwenConfig.from_hf(hf)
+
+
+def stop_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Every end-of-message id of config.json and generation_config.json, of any architecture.
+
+    A file that is missing names none.
+    """
+    paths = [Path(folder) / name for name in ("config.json", "generation_config.json")]
+    found = [token_ids(_read_json(p).get("eos_token_id")) for p in paths if p.is_file()]
+    return tuple(dict.fromkeys(token for ids in found for token in ids))
 
 
 def save_policy(
@@ -144,16 +167,15 @@ def save_policy(
                 raise ValueError(f"{name} has shape {value.shape}; config implies {shape}")
             content[name] = np.ascontiguousarray(value)
             weight_map[name] = file
-        save_file(content, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(folder.stat().st_mode & 0o666)  # it writes for the owner alone
+        write_tensors(folder / file, content)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-        _write_json(folder / _INDEX, index)
-    _write_json(folder / "config.json", {**config.to_hf(), "dtype": stored.name})
+        write_json(folder / _INDEX, index)
+    write_json(folder / "config.json", {**config.to_hf(), "dtype": stored.name})
     eos = list(config.eos_token_ids)
     generation = {"eos_token_id": eos, "pad_token_id": config.pad_token_id}
     if eos:
-        _write_json(folder / "generation_config.json", generation)
+        write_json(folder / "generation_config.json", generation)
 
 
 Pick = Callable[[Params], np.ndarray]
@@ -167,7 +189,9 @@ def _hf_tensors(config: QwenConfig) -> Iterator[tuple[str, tuple[int, ...], Pick
             shape = specs[name].shape
             yield hf, shape[::-1] if flip else shape, partial(_pick_top, name, flip)
     for layer in range(config.num_hidden_layers):
-        for name, (hf, flip) in _LAYER.items():
+        for name, (hf, flip) in LAYER_TENSORS.items():
+            if name not in specs["layers"]:
+                continue
             shape = specs["layers"][name].shape[1:]
             yield (
                 f"model.layers.{layer}.{hf}",
@@ -188,20 +212,44 @@ def _oriented(x: np.ndarray, flip: bool) -> np.ndarray:
     return x.T if flip else x
 
 
-def _stacked(
-    read: Callable[[str], np.ndarray], hf: str, flip: bool, shape: tuple[int, ...], dtype: Any
-) -> Any:
-    # Filled layer by layer: the peak is one stacked tensor, not two copies of it.
-    out = np.empty(shape, np.dtype(dtype))
-    for layer in range(shape[0]):
-        out[layer] = _oriented(read(f"model.layers.{layer}.{hf}"), flip).astype(out.dtype)
-    return jnp.asarray(out)
+Index = tuple[slice, ...]
+Read = Callable[[str, Index], np.ndarray]  # the part of a stored tensor that an index names
 
 
-def _open(
-    folder: Path, stack: ExitStack
-) -> tuple[Callable[[str], np.ndarray], dict[str, tuple[int, ...]]]:
-    """Opens the weights lazily: a reader by tensor name, and the shape of every tensor."""
+def _array(
+    part: Callable[[Index, Any], np.ndarray],
+    shape: tuple[int, ...],
+    dtype: Any,
+    sharding: jax.sharding.Sharding | None,
+) -> jax.Array:
+    """An array whose parts are read by index, as its sharding asks for them."""
+    dtype = np.dtype(dtype)
+    if sharding is None:
+        return jnp.asarray(part(tuple(slice(0, n) for n in shape), dtype))
+    return jax.make_array_from_callback(shape, sharding, lambda index: part(index or (), dtype))
+
+
+def _part(read: Read, hf: str, flip: bool, index: Index, dtype: np.dtype[Any]) -> np.ndarray:
+    # Copied, so that the result does not hold on to the file.
+    return np.array(_oriented(read(hf, index[::-1] if flip else index), flip), dtype)
+
+
+def _stacked_part(
+    read: Read, hf: str, flip: bool, count: int, index: Index, dtype: np.dtype[Any]
+) -> np.ndarray:
+    # Filled layer by layer: the peak is one stacked part, not two copies of it.
+    layers, *rest = index
+    names = [f"model.layers.{i}.{hf}" for i in range(count)[layers]]
+    first = _part(read, names[0], flip, tuple(rest), dtype)
+    out = np.empty((len(names), *first.shape), dtype)
+    out[0] = first
+    for i, name in enumerate(names[1:], 1):
+        out[i] = _part(read, name, flip, tuple(rest), dtype)
+    return out
+
+
+def _open(folder: Path, stack: ExitStack) -> tuple[Read, dict[str, tuple[int, ...]]]:
+    """Opens the weights lazily: a reader by name and index, and the shape of every tensor."""
     if (folder / _INDEX).is_file():
         weight_map = _read_json(folder / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -230,7 +278,7 @@ def _open(
                 continue
             where[name] = handle
             shapes[name] = tuple(handle.get_slice(name).get_shape())
-    return (lambda name: where[name].get_tensor(name)), shapes
+    return (lambda name, index: where[name].get_slice(name)[index]), shapes
 
 
 def _compare(
@@ -275,7 +323,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """One safetensors file, as readable as its folder."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)  # the library writes for the owner alone
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -12,6 +12,9 @@ wants anything is skipped at run time. The backward pass recomputes a chunk's lo
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -19,6 +22,10 @@ from jaxtyping import Array, Bool, Float, Int
 from models.config import QwenConfig
 from models.params import Params
 from models.qwen import unembed
+from models.sharding import constrain
+
+_CHUNK = {"cpu": 256}
+_CHUNK_ELSEWHERE = 1024
 
 
 def token_logprobs(
@@ -29,8 +36,9 @@ def token_logprobs(
     *,
     mask: Bool[Array, "B T"] | None = None,
     temperature: float | Float[Array, ""] = 1.0,
-    chunk: int = 1024,
+    chunk: int | None = None,
     entropy: bool = False,
+    backend: str | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None]:
     """Log-probability of every wanted token given the tokens before it.
 
@@ -42,8 +50,10 @@ def token_logprobs(
       mask: tokens whose values matter; None means all. Token 0 of a row has no context and is
         never scored.
       temperature: divides the logits, as in sampling.
-      chunk: tokens (over all rows) whose logits exist at one time.
+      chunk: tokens, over all rows of one device, whose logits exist at one time; None is 256 on
+        a CPU, where logits cost more memory than time, and 1024 elsewhere.
       entropy: whether to return entropies too (static).
+      backend: "cpu", "gpu" or "tpu" of the devices that will run this; None: JAX's default.
 
     Returns:
       ``(logp, entropy or None)``, float32, aligned with ``tokens``, 0 where not wanted.
@@ -51,6 +61,10 @@ def token_logprobs(
     B, T = tokens.shape
     wanted = jnp.ones((B, T), bool) if mask is None else mask
     wanted = wanted.at[:, 0].set(False)
+    chunk = chunk or _CHUNK.get(backend or jax.default_backend(), _CHUNK_ELSEWHERE)
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and B % mesh.shape["data"] == 0:  # each device has its own rows
+        chunk *= mesh.shape["data"]
     width = min(T, max(1, chunk // B))
     n = -(-T // width)
 
@@ -65,13 +79,15 @@ def token_logprobs(
     source = jnp.maximum(order - 1, 0).reshape(B, n, width).swapaxes(0, 1)
     index = jnp.arange(n * width).reshape(n, width)
 
-    @jax.checkpoint
-    def scored(hidden: Array, source: Array, label: Array, valid: Array) -> tuple[Array, ...]:
+    def scored(head: Params, hidden: Array, xs: tuple[Array, ...]) -> tuple[Array, ...]:
+        source, label, valid = xs
         with jax.named_scope("token_logprobs"):
             rows = jnp.take_along_axis(hidden, source[..., None], axis=1)
+            rows = constrain(rows, "batch", None, None)
             # Unwanted states may hold anything; a NaN in them must not reach a gradient.
             rows = jnp.where(valid[..., None], rows, 0)
-            z = unembed(params, config, rows) / temperature
+            z = constrain(unembed(head, config, rows), "batch", None, "vocab")
+            z = z / head.get("temperature", temperature)
             total = jax.nn.logsumexp(z, axis=-1)
             # A comparison, not a gather: it partitions over a sharded vocabulary and its
             # gradient is no scatter.
@@ -82,12 +98,34 @@ def token_logprobs(
             p = jnp.exp(z - total[..., None])
             return logp, jnp.where(valid, total - jnp.sum(p * z, axis=-1), 0)
 
+    # Differentiated by hand, because a `cond` inside a scan keeps a copy of all that its branches
+    # read, the head included, for every chunk.
+    @jax.custom_vjp
+    def scored_if_any(head: Params, hidden: Array, xs: tuple[Array, ...]) -> tuple[Array, ...]:
+        blank = tuple(jnp.zeros((B, width), jnp.float32) for _ in range(1 + entropy))
+        return jax.lax.cond(xs[2].any(), scored, lambda *_: blank, head, hidden, xs)
+
+    def backward(saved: Any, d: tuple[Array, ...]) -> Any:
+        head, hidden, xs = saved
+
+        def pulled_back() -> Any:
+            return jax.vjp(lambda head, hidden: scored(head, hidden, xs), head, hidden)[1](d)
+
+        nothing = functools.partial(jax.tree.map, jnp.zeros_like, (head, hidden))
+        return *jax.lax.cond(xs[2].any(), pulled_back, nothing), None
+
+    scored_if_any.defvjp(lambda *args: (scored_if_any(*args), args), backward)
+
+    name = "embed" if config.tie_word_embeddings else "head"
+    # On a mesh it is gathered once, not in every chunk; its columns stay split.
+    axes = ("vocab", None) if config.tie_word_embeddings else (None, "vocab")
+    head = {name: constrain(params[name], *axes)}
+    if isinstance(temperature, jax.Array):
+        head["temperature"] = temperature
+
     def one_chunk(_: None, xs: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, ...]]:
         source, label, position = xs
-        valid = position < counts[:, None]
-        blank = tuple(jnp.zeros((B, width), jnp.float32) for _ in range(1 + entropy))
-        out = jax.lax.cond(valid.any(), scored, lambda *_: blank, hidden, source, label, valid)
-        return None, out
+        return None, scored_if_any(head, hidden, (source, label, position < counts[:, None]))
 
     _, outs = jax.lax.scan(one_chunk, None, (source, labels, index))
     restored = [

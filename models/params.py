@@ -52,22 +52,27 @@ def param_specs(config: QwenConfig) -> Params:
     def vector(n: int, axis: str | None, init: str) -> Spec:
         return Spec((L, n), ("layers", axis), init)
 
+    layers = {
+        "input_norm": vector(D, None, "ones"),
+        "q": matrix(D, q_out, "embed", "heads"),
+        "k": matrix(D, kv_out, "embed", "kv_heads"),
+        "v": matrix(D, kv_out, "embed", "kv_heads"),
+        "o": matrix(q_out, D, "heads", "embed", residual),
+        "post_norm": vector(D, None, "ones"),
+        "gate": matrix(D, F, "embed", "mlp"),
+        "up": matrix(D, F, "embed", "mlp"),
+        "down": matrix(F, D, "mlp", "embed", residual),
+    }
+    if config.family.qkv_bias:
+        layers["q_bias"] = vector(q_out, "heads", "zeros")
+        layers["k_bias"] = vector(kv_out, "kv_heads", "zeros")
+        layers["v_bias"] = vector(kv_out, "kv_heads", "zeros")
+    if config.family.qk_norm:  # one vector for all heads of a layer
+        layers["q_norm"] = vector(config.head_dim, None, "ones")
+        layers["k_norm"] = vector(config.head_dim, None, "ones")
     specs: Params = {
         "embed": Spec((config.vocab_size, D), ("vocab", "embed"), 0.02),
-        "layers": {
-            "input_norm": vector(D, None, "ones"),
-            "q": matrix(D, q_out, "embed", "heads"),
-            "q_bias": vector(q_out, "heads", "zeros"),
-            "k": matrix(D, kv_out, "embed", "kv_heads"),
-            "k_bias": vector(kv_out, "kv_heads", "zeros"),
-            "v": matrix(D, kv_out, "embed", "kv_heads"),
-            "v_bias": vector(kv_out, "kv_heads", "zeros"),
-            "o": matrix(q_out, D, "heads", "embed", residual),
-            "post_norm": vector(D, None, "ones"),
-            "gate": matrix(D, F, "embed", "mlp"),
-            "up": matrix(D, F, "embed", "mlp"),
-            "down": matrix(F, D, "mlp", "embed", residual),
-        },
+        "layers": layers,
         "final_norm": Spec((D,), (None,), "ones"),
     }
     if not config.tie_word_embeddings:

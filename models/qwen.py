@@ -1,4 +1,4 @@
-"""Qwen2.5 forward pass: stacked layers under one scan, built from pieces a cached decoder reuses.
+"""Qwen2.5 and Qwen3 forward pass: stacked layers under one scan, in pieces for a cached decoder.
 
     x   = embed(tokens)
     x  += attention(rms_norm(x)) ;  x += mlp(rms_norm(x))      L times
@@ -78,10 +78,17 @@ def project_qkv(
     positions: Int[Array, "B T"],
     adapters_layer: Adapters | None = None,
 ) -> tuple[Float[Array, "B T H h"], Float[Array, "B T G h"], Float[Array, "B T G h"]]:
-    """Rotated queries, rotated keys and values of the *normalised* input x, one layer's weights."""
+    """Rotated queries, rotated keys and values of the *normalised* input x, one layer's weights.
+
+    Qwen3 puts a root-mean-square norm over each head's h channels between projection and rotation
+    (Qwen3 Technical Report, arXiv 2505.09388, Section 2).
+    """
     with jax.named_scope("qkv"):
         heads = (*x.shape[:-1], -1, config.head_dim)
         q, k, v = (project(layer, name, x, adapters_layer).reshape(heads) for name in "qkv")
+        if config.family.qk_norm:
+            q = rms_norm(q, layer["q_norm"], config.rms_norm_eps)
+            k = rms_norm(k, layer["k_norm"], config.rms_norm_eps)
         q = rope(q, positions, config.rope_theta)
         return q, rope(k, positions, config.rope_theta), v
 
@@ -107,10 +114,13 @@ def mlp(
     """(silu(x W_gate) * (x W_up)) W_down of the *normalised* input x (Shazeer, 2020, Eq. 6)."""
     del config
     with jax.named_scope("mlp"):
-        gate = jax.nn.silu(project(layer, "gate", x, adapters_layer))
-        return project(
-            layer, "down", gate * project(layer, "up", x, adapters_layer), adapters_layer
-        )
+        gate, up = (project(layer, name, x, adapters_layer) for name in ("gate", "up"))
+        return project(layer, "down", _gated(gate, up), adapters_layer)
+
+
+@_recomputed
+def _gated(gate: Array, up: Array) -> Array:
+    return jax.nn.silu(gate) * up
 
 
 def embed(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -145,6 +155,7 @@ def forward(
     attention: str = "auto",
     remat: Remat = "none",
     packed: bool = True,
+    backend: str | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B L 2 K K"] | None]:
     """Hidden states after the final norm and, on request, the step graph.
 
@@ -162,6 +173,7 @@ def forward(
         but its weight products).
       packed: False promises one segment per row with padding on the right only, which fused GPU
         attention needs.
+      backend: "cpu", "gpu" or "tpu" of the devices that will run this; None: JAX's default.
 
     Returns:
       hidden [B, T, D], and the step graph [B, len(capture.layers), 2, K, K] or None.
@@ -172,13 +184,15 @@ def forward(
     x = constrain(embed(params, tokens), "batch", "length", None)
     ids = None if capture is None else message_ids(capture)
 
+    options: dict[str, Any] = {"name": attention, "packed": packed, "backend": backend}
+
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        return attn.attend(q, k, v, segments, name=attention, packed=packed)[0], None
+        return attn.attend(q, k, v, segments, **options)[0], None
 
     def attend_and_record(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         assert capture is not None
         n = 2 * capture.n_steps
-        out, mass = attn.attend(q, k, v, segments, ids, n, name=attention, packed=packed)
+        out, mass = attn.attend(q, k, v, segments, ids, n, **options)
         assert mass is not None
         with jax.named_scope("step_graph"):
             return out, jax.lax.stop_gradient(aggregate(mass, capture))

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from models import qwen
@@ -84,6 +86,18 @@ def empty_wave(config: QwenConfig, slots: int, capacity: int, dtype: Any) -> Wav
         values=tuple(jnp.zeros(shape, dtype) for _ in layers),
         length=jnp.zeros(slots, jnp.int32),
         logits=jnp.zeros((slots, config.vocab_size), jnp.float32),
+    )
+
+
+def wave_shardings(config: QwenConfig, slots: int, mesh: Mesh | None) -> Any:
+    """Slots over ``data`` and key-value heads over ``tensor``, where they divide; None without."""
+    if mesh is None:
+        return None
+    wave = jax.eval_shape(lambda: empty_wave(config, slots, 1, jnp.float32))
+    rows = "data" if slots % mesh.shape["data"] == 0 else None
+    heads = "tensor" if config.num_key_value_heads % mesh.shape["tensor"] == 0 else None
+    return jax.tree.map(
+        lambda x: NamedSharding(mesh, P(rows, heads) if x.ndim == 4 else P(rows)), wave
     )
 
 
@@ -309,6 +323,8 @@ class Sampler:
       config: the architecture.
       settings: shapes and sampling settings.
       seed: the run's seed.
+      dtype: of the cache.
+      mesh: the devices that weights and cache are spread over; None: a single one.
     """
 
     def __init__(
@@ -320,17 +336,20 @@ class Sampler:
         adapters: Any = None,
         seed: int = 0,
         dtype: Any = jnp.float32,
+        mesh: Mesh | None = None,
     ) -> None:
         self.params, self.adapters = params, adapters
         self.config, self.settings, self.seed = config, settings, seed
-        self._waves = [
-            empty_wave(config, settings.slots, settings.capacity, dtype)
-            for _ in range(settings.waves)
-        ]
+        # Made where they will lie: one device may not hold a whole cache.
+        empty = jax.jit(
+            functools.partial(empty_wave, config, settings.slots, settings.capacity, dtype),
+            out_shardings=wave_shardings(config, settings.slots, mesh),
+        )
+        self._waves = [empty() for _ in range(settings.waves)]
         self._length = np.zeros((settings.waves, settings.slots), np.int64)
         # One compilation serves every temperature, which is an argument of the programs.
-        self._prefill, self._decode = _programs(
-            config, dataclasses.replace(settings, temperature=1.0)
+        self._prefill, self._decode = programs(
+            config, dataclasses.replace(settings, temperature=1.0), mesh
         )
         self.prefilled = self.decoded = 0
 
@@ -438,14 +457,22 @@ class Sampler:
 
 
 @functools.lru_cache(maxsize=8)
-def _programs(config: QwenConfig, settings: SamplerConfig) -> tuple[Any, Any]:
-    """Jitted prefill and decode, shared by samplers of the same shapes."""
+def programs(
+    config: QwenConfig, settings: SamplerConfig, mesh: Mesh | None = None
+) -> tuple[Any, Any]:
+    """Jitted prefill and decode, shared by samplers of the same shapes on the same devices."""
+    place = wave_shardings(config, settings.slots, mesh)
+    places = None if place is None else (place, None, None, None, None)
     prefill_fn = jax.jit(
-        functools.partial(prefill, config=config), donate_argnums=(2,), static_argnames=("span",)
+        functools.partial(prefill, config=config),
+        donate_argnums=(2,),
+        static_argnames=("span",),
+        out_shardings=place,
     )
     decode_fn = jax.jit(
         functools.partial(decode, config=config, settings=settings),
         donate_argnums=(2,),
         static_argnames=("span",),
+        out_shardings=places,
     )
     return prefill_fn, decode_fn

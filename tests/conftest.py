@@ -10,6 +10,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 for name, value in {
     # Eight simulated devices, so that every sharded path is tested without an accelerator.
     "xla_force_host_platform_device_count": 8,
+    # Their collectives wait for each other forever unless they keep one order.
+    "xla_cpu_enable_concurrency_optimized_scheduler": "false",
     # Tests compile a lot and run each program once or twice.
     "xla_backend_optimization_level": 0,
 }.items():

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from oracles import Result, Trial
 
 from jaxcredit.credit import CreditEstimator, make
@@ -221,21 +222,29 @@ def _fill(trials: list[Trial], shape: Shape, rows: list, junk: float) -> Packed:
 
 def nested(trials: list[Trial], packed: Packed, per_token: np.ndarray) -> list:
     """Token numbers by episode, step and response token."""
-    per_token = np.asarray(per_token)
+    rows = np.asarray(per_token).tolist()
+
+    def at(i: int, k: int, j: int) -> float:
+        b, t = packed.place[i, k, j]
+        return rows[b][t]
+
     return [
-        [
-            [float(per_token[packed.place[i, k, j]]) for j in range(len(flags))]
-            for k, flags in enumerate(trial.tokens)
-        ]
+        [[at(i, k, j) for j in range(len(flags))] for k, flags in enumerate(trial.tokens)]
         for i, trial in enumerate(trials)
     ]
 
 
 def flatten(lists: list) -> np.ndarray:
     """All numbers of nested lists in order."""
+    return np.array(list(_numbers(lists)))
+
+
+def _numbers(lists: list | float) -> Iterator[float]:
     if isinstance(lists, list):
-        return np.concatenate([flatten(x) for x in lists]) if lists else np.zeros(0)
-    return np.array([lists])
+        for inner in lists:
+            yield from _numbers(inner)
+    else:
+        yield lists
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -258,6 +267,17 @@ def run(name: str | CreditEstimator, packed: Packed) -> Credit:
     """Credit under fresh state: compiled for a name, op by op for an estimator."""
     method, estimate = jitted(name) if isinstance(name, str) else (name, name.estimate)
     return estimate(packed.batch, packed.signals, method.init())[0]
+
+
+def on_mesh(name: str, packed: Packed, axis_type: AxisType = AxisType.Auto) -> Credit:
+    """Credit of a batch whose rows, and whose episodes, are spread over eight devices."""
+    assert jax.device_count() == 8
+    method, estimate = jitted(name)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        split = NamedSharding(mesh, jax.P("data"))
+        batch, signals = jax.device_put((packed.batch, packed.signals), split)
+        return estimate(batch, signals, method.init())[0]
 
 
 def credit_of(method: CreditEstimator, packed: Packed) -> Credit:

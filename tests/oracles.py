@@ -56,13 +56,16 @@ class Trial:
 class Result:
     """Per episode: step rewards, then per-token advantages, targets and weights nested by step.
 
-    ``weight`` is None if every trained token of a counted episode weighs 1.
+    ``weight`` is None if every trained token of a counted episode weighs 1. ``step_target`` has
+    the per-step targets of each learned signal, ``slope`` the reward model's gradient per token.
     """
 
     step_reward: list[list[float]]
     advantage: list[list[list[float]]]
     target: list[list[list[float]]] | None = None
     weight: list[list[list[float]]] | None = None
+    step_target: dict[str, list] | None = None
+    slope: list[list[list[float]]] | None = None
 
 
 def zeros_like_tokens(trial: Trial) -> list[list[float]]:
@@ -389,7 +392,7 @@ ORACLES = {
     **oracles_paper.ORACLES,
 }
 
-
 from oracles_groups import ORACLES as GROUPS  # noqa: E402 (they use the helpers above)
+from oracles_learned import ORACLES as LEARNED  # noqa: E402
 
-ORACLES |= GROUPS
+ORACLES |= GROUPS | LEARNED

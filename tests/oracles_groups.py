@@ -173,6 +173,8 @@ def empg(trials: list[Trial], k: float = 1.0, zeta: float = 0.05) -> Result:
         seen = [h for h, yes in zip(trials[i].entropy[step], trials[i].tokens[step]) if yes]
         if seen:
             entropy[i, step] = sum(seen) / len(seen)
+    if not entropy:
+        return result(trials, [terminal(t) for t in trials], nothing(trials))
     low, high = min(entropy.values()), max(entropy.values())
     g = {place: math.exp(-k * (h - low) / (high - low + EPS)) for place, h in entropy.items()}
     mean_g = sum(g.values()) / len(g)

@@ -16,6 +16,7 @@ from jaxcredit.batching import (
     take_rows,
 )
 from jaxcredit.episodes import Kind, Status
+from models.score import buckets_for
 
 
 def rows_of(episode):
@@ -112,6 +113,49 @@ def test_errors_name_the_episode_and_the_number():
         batch_episodes(episodes[:3], max_steps=5, groups=2)
     with pytest.raises(ValueError, match="no episodes"):
         batch_episodes([], max_steps=5)
+
+
+def household_lengths(rng, n):
+    """Rows as ALFWorld makes them: a prompt, then 5 to 50 turns of a reply and an observation."""
+    solved = rng.random(n) < 0.6
+    turns = np.where(solved, rng.integers(5, 30, n), 50)
+    return np.array(
+        [
+            rng.integers(250, 500) + (rng.integers(15, 60, t) + rng.integers(15, 90, t)).sum()
+            for t in turns
+        ]
+    )
+
+
+@pytest.mark.parametrize(("n", "tokens"), [(64, 8192), (128, 8192), (512, 8192), (512, 32768)])
+def test_at_most_15_percent_of_a_slice_is_padding(n, tokens):
+    for seed in range(5):
+        lengths = household_lengths(np.random.default_rng(seed), n)
+        slices = list(length_slices(lengths, tokens=tokens, buckets=buckets_for(8192, multiple=64)))
+        computed = sum(part.width * len(part.rows) for part in slices)
+        assert 1 - lengths.sum() / computed <= 0.15
+        assert len({part.width for part in slices}) <= 16
+
+
+def test_windows_are_padded_little_too():
+    lengths = np.random.default_rng(0).integers(180, 900, 1500)
+    slices = list(length_slices(lengths, tokens=8192, buckets=buckets_for(1024, multiple=64)))
+    computed = sum(part.width * len(part.rows) for part in slices)
+    assert 1 - lengths.sum() / computed <= 0.15
+
+
+def test_bucket_widths_grow():
+    assert buckets_for(512, multiple=64) == (64, 128, 192, 256, 320, 384, 512)
+    assert buckets_for(500, multiple=64)[-1] == 512
+    assert buckets_for(32768, multiple=128)[-1] == 32768
+    assert len(buckets_for(32768, multiple=128)) <= 26
+
+
+def test_rows_are_cut_in_multiples():
+    slices = list(length_slices(np.full(10, 60), tokens=320, buckets=(64,), multiple=4))
+    assert [(len(part.rows), part.n) for part in slices] == [(4, 4), (4, 4), (4, 2)]
+    (part,) = length_slices(np.full(3, 60), tokens=64, buckets=(64,), multiple=8)
+    assert len(part.rows) == 8
 
 
 def test_slices_cover_every_row_once_in_few_shapes():

@@ -6,18 +6,22 @@ import jax
 import numpy as np
 import oracles
 import pytest
+from credit_batches import Draw, built, draws
 from credit_cases import (
     Packed,
     flatten,
     jitted,
     low_effort_compilation,  # noqa: F401
     nested,
+    on_mesh,
     pack,
     random_trials,
     run,
 )
+from hypothesis import given, settings
 
 from jaxcredit.credit import METHODS, make, relace
+from jaxcredit.episodes import Credit
 
 NAMES = sorted(METHODS)
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -36,19 +40,44 @@ def check(credit, trials: list[oracles.Trial], packed: Packed, expected: oracles
     else:
         target = flatten(nested(trials, packed, credit.token_target))
         np.testing.assert_allclose(target, flatten(expected.target), **TOLERANCE)
+    assert (credit.step_target or {}).keys() == (expected.step_target or {}).keys()
+    for name, targets in (expected.step_target or {}).items():
+        found = np.asarray(credit.step_target[name])
+        for i, trial in enumerate(trials):
+            wanted = np.array(targets[i]) * (trial.weight > 0)
+            np.testing.assert_allclose(found[i, : trial.n], wanted, **TOLERANCE)
+    assert (credit.reward_slope is None) == (expected.slope is None)
+    if expected.slope is not None:
+        slope = flatten(nested(trials, packed, credit.reward_slope))
+        np.testing.assert_allclose(slope, flatten(expected.slope), **TOLERANCE)
 
 
 def test_there_is_an_oracle_for_every_method():
     assert sorted(oracles.ORACLES) == NAMES
 
 
-@pytest.mark.parametrize("window", [False, True], ids=["conversation", "window"])
+def op_by_op(name: str, packed: Packed) -> Credit:
+    with jax.disable_jit():
+        return run(make(name), packed)
+
+
+# How a method is run, and on how many drawn batches. Op by op means without jit, loops of JAX
+# included: every operation is sent to the device on its own, which is slow.
+WAYS = {"jit": (run, 200), "mesh": (on_mesh, 25), "no jit": (op_by_op, 4)}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("name", NAMES)
-def test_agrees_with_the_oracle(name: str, window: bool):
-    for seed in range(25):
-        trials = random_trials(seed)
-        packed = pack(trials, window=window, seed=seed)
-        check(run(name, packed), trials, packed, oracles.ORACLES[name](trials))
+def test_agrees_with_the_oracle(name: str, way: str):
+    credit_by, batches = WAYS[way]
+
+    @settings(max_examples=batches)
+    @given(draws)
+    def agrees(draw: Draw) -> None:
+        trials, packed = built(draw)
+        check(credit_by(name, packed), trials, packed, oracles.ORACLES[name](trials))
+
+    agrees()
 
 
 @pytest.mark.parametrize("variant", ["score", "focal"])

@@ -7,10 +7,11 @@ import os
 import signal
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -46,6 +47,14 @@ def env() -> ScienceWorld:
     return make({})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick_java() -> Iterator[None]:
+    """Short lives do not repay the second compiler: less than half of Java's time without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1")
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _workers_find_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -70,10 +79,10 @@ def play(env: ScienceWorld, task: str, actions: list[str]) -> list[Observation]:
 
 
 def test_the_table_of_tasks_is_the_engines() -> None:
-    interface = jvm.Jvm(jvm.OPTIONS).interface()
+    interface = jvm.shared(jvm.OPTIONS, "easy").interface()
     assert sorted(interface.call("getTaskNames")) == sorted(tasks.KINDS)
     for kind in tasks.KINDS:
-        interface.call("load", kind, 0, "", False)
+        interface.call("load", kind, 0, "easy", False)
         for split, name in zip(tasks.SPLITS, ("Train", "Dev", "Test"), strict=True):
             listed = list(interface.call(f"getVariations{name}"))
             assert listed == list(tasks.variations(kind, split)), (kind, split)
@@ -86,9 +95,12 @@ def test_the_lean_step_agrees_with_the_stock_wrapper(
 ) -> None:
     from scienceworld import ScienceWorldEnv
 
-    monkeypatch.setenv("JAVA_TOOL_OPTIONS", " ".join(jvm.FIXED))
+    java = jvm.find_java()
+    assert java is not None
+    monkeypatch.setenv("PATH", os.path.dirname(java), prepend=os.pathsep)
+    monkeypatch.setenv("JAVA_TOOL_OPTIONS", " ".join(jvm.FIXED), prepend=" ")
     stock = ScienceWorldEnv("", envStepLimit=1000)
-    for task in SOME:
+    for task in SOME[1:]:  # the wrapper lists all valid actions at every step: slow
         kind, variation = tasks.parse(task)
         stock.load(kind, variation, "easy")
         first = env.reset(task)
@@ -257,7 +269,7 @@ def replay(pool: Pool, paths: Mapping[str, list[str]]) -> dict[str, Observation]
 def test_gold_paths_win_through_the_pool() -> None:
     short = {task: path for task, path in GOLD.items() if len(path) <= 22}
     assert len(short) >= 14
-    with Pool(EnvSpec("scienceworld"), 2, PATIENT) as pool:
+    with Pool(EnvSpec("scienceworld"), 1, PATIENT) as pool:
         found = replay(pool, short)
     assert [
         t for t, end in found.items() if not (end.info.success and end.info.progress == 1)
@@ -285,6 +297,7 @@ def test_30_of_30_gold_paths_made_here_win_through_the_pool(tmp_path: Path) -> N
     assert len(list(tmp_path.rglob("*.json"))) == 30
 
 
+@pytest.mark.slow
 def test_few_words_of_development_games_are_unknown() -> None:
     known, env, met = set(vocabulary.words()), make({"surroundings": True}), []
     for kind in tasks.KINDS:
@@ -294,9 +307,6 @@ def test_few_words_of_development_games_are_unknown() -> None:
         met += [w for o in answers for w in vocabulary.split(f"{o.text} {o.info.goal}")]
     assert len(met) > 20_000
     assert sum(word not in known for word in met) < 0.01 * len(met)
-    assert TOKENIZER.convert_ids_to_tokens(CHAT.encode("Pick up the Thermometer: 12 degrees")) == (
-        vocabulary.split("Pick up the Thermometer: 12 degrees")
-    )
 
 
 # Faults
@@ -450,12 +460,14 @@ def test_credit_reads_progress_and_states_of_real_episodes() -> None:
     assert len({*state[:, 0], *state[2]}) == 1, "whoever only looks stays in the first state"
     assert state[0, :3].tolist() == state[1, :3].tolist()
     assert state[0, 2] != state[0, 0]
-    found, _ = credit.make("procredit").estimate(batch, Signals(), ())
+    method = credit.make("procredit")
+    found, _ = jax.jit(method.estimate)(batch, Signals(), method.init())
     expected = 0.5 * np.diff(progress, axis=1)
     last = len(episodes[0].steps) - 1
     expected[0, last] += 1.0  # the outcome is the reward of the last turn
     np.testing.assert_allclose(np.asarray(found.step_reward), expected, atol=1e-6)
-    found, _ = credit.make("gigpo").estimate(batch, Signals(), ())
+    method = credit.make("gigpo")
+    found, _ = jax.jit(method.estimate)(batch, Signals(), method.init())
     assert found.step_advantage[0, 0] > found.step_advantage[2, 0], "one state, a better return"
 
 
@@ -480,7 +492,10 @@ def rss_mb(pid: int) -> float:
 
 
 @pytest.mark.slow
-def test_2000_steps_at_flat_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_2000_steps_at_flat_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JAVA_TOOL_OPTIONS")  # as a run has it
     tasks_in_turn = [task for task in GOLD if "mendelian" not in task]
     rows = []
     with Pool(EnvSpec("scienceworld"), 1, PATIENT) as pool:

@@ -98,6 +98,7 @@ def state_of(trainable, iteration: int = 0) -> TrainState:
         ("trainer", 0.0, ["step_graph"], [(True, True, False)]),
         ("sampler", 0.0, ["logp"], [(False, True, False)]),
         ("sampler", 0.0, ["value"], [(False, True, False)]),
+        ("sampler", 0.0, ["promise"], [(False, True, False)]),
         ("sampler", 0.0, ["entropy"], [(False, True, True)]),
         ("sampler", 0.5, [], [(False, True, False)]),
         ("sampler", 0.0, ["ref_logp"], [(False, True, False)]),
@@ -120,7 +121,7 @@ def test_only_what_is_needed_is_computed(monkeypatch, old_logp, kl, needs, passe
     assert (signals.logp is not None) == (old_logp == "trainer" or bool({*needs} & HEAD))
 
 
-HEAD = {"logp", "value", "entropy"}
+HEAD = {"logp", "value", "entropy", "promise"}
 
 
 def test_entropy_and_reference_reach_an_estimator_that_needs_them() -> None:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models import attention
+from models.attention import chunked, plain
+from models.attention.case import Messages
+
+
+def run(module, q, k, v, segments, messages=None, n=0, **options):
+    """One implementation, all heads weighing the same."""
+    case = attention.Case(q.shape, k.shape[2], q.dtype, "cpu", n_messages=n)
+    asked = None
+    if messages is not None:
+        asked = Messages(messages, jnp.full(q.shape[2], 1 / q.shape[2]), n)
+    return module.attend(case, q, k, v, segments, asked, **options)
 
 
 def inputs(B, T, H, G, h, dtype=jnp.float32):
@@ -30,21 +43,21 @@ def inputs(B, T, H, G, h, dtype=jnp.float32):
     ],
 )
 def test_chunked_equals_plain(monkeypatch, B, T, H, G, block):
-    monkeypatch.setattr(attention, "_SPANS", 3)
+    monkeypatch.setattr(chunked, "_SPANS", 3)
     q, k, v, w, segments = inputs(B, T, H, G, 8)
     messages = jnp.asarray(np.random.default_rng(0).integers(-1, 5, (B, T)))
 
-    def chunked(q, k, v):
-        return attention._attend_chunked(q, k, v, segments, messages, 5, block=block)
+    def blocks(q, k, v):
+        return run(chunked, q, k, v, segments, messages, 5, block=block)
 
-    def plain(q, k, v):
-        return attention._attend_xla(q, k, v, segments, messages, 5)
+    def whole(q, k, v):
+        return run(plain, q, k, v, segments, messages, 5)
 
-    for got, want in zip(jax.jit(chunked)(q, k, v), jax.jit(plain)(q, k, v), strict=True):
+    for got, want in zip(jax.jit(blocks)(q, k, v), jax.jit(whole)(q, k, v), strict=True):
         np.testing.assert_allclose(np.asarray(got), np.asarray(want), atol=2e-6)
     got, want = (
         jax.jit(jax.grad(lambda *a: jnp.sum(f(*a)[0] * w), (0, 1, 2)))(q, k, v)  # noqa: B023
-        for f in (chunked, plain)
+        for f in (blocks, whole)
     )
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-5)
@@ -54,14 +67,14 @@ def test_few_rows_at_a_time_equal_all_rows(monkeypatch):
     q, k, v, w, segments = inputs(4, 32, 4, 2, 8)
 
     def result():
-        f = lambda q: attention._attend_chunked(q, k, v, segments, block=16)[0]  # noqa: E731
+        f = lambda q: run(chunked, q, k, v, segments, block=16)[0]  # noqa: E731
         return jax.jit(lambda q: (f(q), jax.grad(lambda q: jnp.sum(f(q) * w))(q)))(q)
 
-    monkeypatch.setattr(attention, "_CACHE_BYTES", 1)
-    assert attention._rows_per_pass(4, 4, 32, 16) == 1
+    monkeypatch.setattr(chunked, "_CACHE_BYTES", 1)
+    assert chunked._rows_per_pass("cpu", 4, 4, 32, 16) == 1
     one = result()
-    monkeypatch.setattr(attention, "_CACHE_BYTES", 1 << 30)
-    assert attention._rows_per_pass(4, 4, 32, 16) == 4
+    monkeypatch.setattr(chunked, "_CACHE_BYTES", 1 << 30)
+    assert chunked._rows_per_pass("cpu", 4, 4, 32, 16) == 4
     for a, b in zip(one, result(), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
 
@@ -71,9 +84,9 @@ def test_bfloat16_keeps_softmax_in_float32():
     messages = jnp.asarray(np.random.default_rng(1).integers(0, 6, (2, 200)))
     half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
     exact = [x.astype(jnp.float32) for x in half]
-    want = jax.jit(lambda *a: attention._attend_xla(*a, segments, messages, 6))(*exact)
-    chunked = jax.jit(lambda *a: attention._attend_chunked(*a, segments, messages, 6))
-    out, mass = chunked(*half)
+    want = jax.jit(lambda *a: run(plain, *a, segments, messages, 6))(*exact)
+    blocks = jax.jit(lambda *a: run(chunked, *a, segments, messages, 6))
+    out, mass = blocks(*half)
     assert out.dtype == jnp.bfloat16
     assert mass.dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(want[0]), atol=0.03)
@@ -86,7 +99,7 @@ def test_padding_gradients_are_zero_even_for_garbage():
     big = jnp.where(real, 0, 1e30)
 
     def loss(q, k, v):
-        out = attention._attend_chunked(q, k, v, segments, block=16)[0]
+        out = run(chunked, q, k, v, segments, block=16)[0]
         return jnp.sum(jnp.where(real, out * w, 0))
 
     gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
@@ -107,7 +120,7 @@ def test_selection_follows_order_and_names_reasons():
         ({"shape": (2, 64, 4, 20)}, "20"),
         ({"packed": True}, "segments"),
     ):
-        case = attention.dataclasses.replace(gpu, **change)
+        case = dataclasses.replace(gpu, **change)
         assert attention.select(case).name == "chunked"
         with pytest.raises(ValueError, match=words):
             attention.select(case, "cudnn")
@@ -116,7 +129,7 @@ def test_selection_follows_order_and_names_reasons():
 
 def test_spans_cover_the_row_and_stay_few():
     for T, block in ((128, 128), (512, 128), (4096, 128), (8448, 128), (24, 8)):
-        spans = attention._spans(T, block)
+        spans = chunked._spans(T, block)
         assert len(spans) <= 16
         assert [lo for lo, _ in spans] == [0, *[hi for _, hi in spans[:-1]]]
         assert spans[-1][1] == T

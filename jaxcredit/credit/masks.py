@@ -57,6 +57,11 @@ def step_of_token(batch: EpisodeBatch) -> Int[Array, "B T"]:
     return jnp.where(action_tokens(batch), batch.episode * k + batch.step, n * k)
 
 
+def task_of_token(batch: EpisodeBatch) -> Int[Array, "B T"]:
+    """The task of every action token; that of some episode for all others."""
+    return batch.task[jnp.maximum(batch.episode, 0)]
+
+
 def broadcast_steps(batch: EpisodeBatch, per_step: Float[Array, "N K"]) -> Float[Array, "B T"]:
     """The one place where step numbers become token numbers.
 
@@ -91,6 +96,11 @@ def last_tokens(batch: EpisodeBatch) -> Bool[Array, "B T"]:
     where = jnp.arange(ids.size)
     last = jax.ops.segment_max(where, ids, n * k + 1)
     return ((last[ids] == where) & (ids < n * k)).reshape(batch.tokens.shape)
+
+
+def per_step(mask: Bool[Array, "N K"], x: Float[Array, "N K ..."]) -> Float[Array, "N K ..."]:
+    """``x`` at the steps of ``mask``, 0 at the others."""
+    return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - 2)), x, 0.0)
 
 
 def clean(batch: EpisodeBatch, signals: Signals) -> tuple[EpisodeBatch, Signals]:

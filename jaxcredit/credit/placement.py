@@ -37,7 +37,7 @@ def like(credit: Credit, batch: EpisodeBatch) -> Credit:
         explicit = any(axis is not None for axis in sharding.spec)
         return jax.reshard(x, sharding) if explicit else x
 
-    target = credit.token_target
+    target, slope = credit.token_target, credit.reward_slope
     return replace(
         credit,
         step_reward=place(credit.step_reward, batch.step_mask),
@@ -45,4 +45,6 @@ def like(credit: Credit, batch: EpisodeBatch) -> Credit:
         token_advantage=place(credit.token_advantage, batch.tokens),
         token_weight=place(credit.token_weight, batch.tokens),
         token_target=None if target is None else place(target, batch.tokens),
+        reward_slope=None if slope is None else place(slope, batch.tokens),
+        step_target=jax.tree.map(lambda x: place(x, batch.step_mask), credit.step_target),
     )

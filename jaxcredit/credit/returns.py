@@ -17,7 +17,7 @@ from jaxcredit.episodes import EpisodeBatch, Signals
 def backward_sum(x: Float[Array, "... M"], decay: Float[Array, "... M"]) -> Float[Array, "... M"]:
     """y_j = x_j + decay_j * y_{j+1} along the last axis, y = 0 after the end.
 
-    After i rounds y_j covers 2^i terms, so log2(M) rounds do; one small loop body whatever M.
+    After i rounds y_j covers 2^i terms, so log2 of the longest run of decays that are not 0 does.
     """
     size = x.shape[-1]
     axis = x.ndim - 1
@@ -26,13 +26,15 @@ def backward_sum(x: Float[Array, "... M"], decay: Float[Array, "... M"]) -> Floa
         padded = jnp.concatenate([y, jnp.zeros_like(y)], axis=axis)
         return jax.lax.dynamic_slice_in_dim(padded, by, size, axis)
 
-    def double(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        y, d = carry
-        by = jnp.left_shift(1, i)
-        return y + d * later(y, by), d * later(d, by)
+    def unfinished(carry: tuple[Array, Array, Array]) -> Array:
+        _, d, by = carry
+        return (by < size) & (d != 0).any()
 
-    rounds = max(size - 1, 0).bit_length()
-    total: Array = jax.lax.fori_loop(0, rounds, double, (x, decay))[0]
+    def double(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        y, d, by = carry
+        return y + d * later(y, by), d * later(d, by), 2 * by
+
+    total: Array = jax.lax.while_loop(unfinished, double, (x, decay, jnp.int32(1)))[0]
     return total
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -37,7 +38,11 @@ def token_rewards() -> Stage:
 
 
 def gae(
-    *, gamma: float = 1.0, lam: float | str = 0.95, critic_lam: float | str | None = None
+    *,
+    gamma: float = 1.0,
+    lam: float | str = 0.95,
+    critic_lam: float | str | None = None,
+    inner_gamma: float | None = None,
 ) -> Stage:
     """Generalised advantage estimation on the action tokens of each episode.
 
@@ -50,11 +55,14 @@ def gae(
 
     Args:
       gamma: discount per action token.
+      inner_gamma: the discount where the next token belongs to the same step; None means ``gamma``.
       lam: a number in [0, 1], or "length" for 1 - 1 / (1.5 n_i), n_i the episode's number of
         action tokens.
       critic_lam: the same for the target; None means ``lam``.
     """
+    inner = gamma if inner_gamma is None else inner_gamma
     between("gamma", gamma, 0.0, 1.0)
+    between("inner_gamma", inner, 0.0, 1.0)
     _check_lam("lam", lam)
     if critic_lam is not None:
         _check_lam("critic_lam", critic_lam)
@@ -64,11 +72,12 @@ def gae(
         line = _line(batch)
         value, reward = line.take(signals.value), line.take(flow.token_reward)
         following = jnp.where(line.goes_on, jnp.roll(value, -1), 0.0)
-        delta = jnp.where(line.real, reward + gamma * following - value, 0.0)
+        discount = jnp.where(line.same_step, inner, gamma)
+        delta = jnp.where(line.real, reward + discount * following - value, 0.0)
 
         def advantage(rate: float | str) -> Array:
             per_token = _rate(batch, rate)[line.episode]
-            return backward_sum(delta, jnp.where(line.goes_on, gamma * per_token, 0.0))
+            return backward_sum(delta, jnp.where(line.goes_on, discount * per_token, 0.0))
 
         actor = advantage(lam)
         critic = actor if critic_lam in (None, lam) else advantage(critic_lam)
@@ -127,9 +136,8 @@ def centre_tokens() -> Stage:
 
     def apply(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
         mask, x = masks.action_tokens(batch), flow.token_advantage
-        # Tokens outside the mask belong to no episode; they enter no statistic either.
-        task = batch.task[jnp.maximum(batch.episode, 0)]
-        stats = segments.group(x.reshape(-1), mask.reshape(-1), [task.reshape(-1)])
+        task = masks.task_of_token(batch).reshape(-1)
+        stats = segments.group(x.reshape(-1), mask.reshape(-1), [task])
         centred = segments.standardise(x.reshape(-1), mask.reshape(-1), stats, None, 0.0)
         centred = centred.reshape(x.shape)
         return replace(
@@ -173,16 +181,21 @@ def whiten(eps: float = 1e-6) -> Stage:
 
 @dataclass(frozen=True)
 class _Line:
-    """All action tokens of the batch in a line: by episode, step and position; others last.
+    """All action tokens of the batch in a line: by episode, step and position.
 
-    ``real`` marks action tokens, ``goes_on`` those whose next token is of the same episode.
+    ``order`` says which token stands at a place of the line, ``place`` where a token stands;
+    both are free where there is none. ``real`` marks the places that are taken, ``goes_on`` those
+    whose next token is of the same episode,
+    ``same_step`` those whose next token is of the same step.
     """
 
-    shape: tuple[int, ...]
     order: Int[Array, " M"]
+    place: Int[Array, "B T"]
+    action: Bool[Array, "B T"]
     real: Bool[Array, " M"]
     episode: Int[Array, " M"]
     goes_on: Bool[Array, " M"]
+    same_step: Bool[Array, " M"]
 
     def take(self, per_token: Float[Array, "B T"]) -> Float[Array, " M"]:
         """The numbers of the tokens in line, 0 for the others."""
@@ -190,17 +203,30 @@ class _Line:
 
     def put(self, in_line: Float[Array, " M"]) -> Float[Array, "B T"]:
         """The inverse of ``take``."""
-        flat = jnp.zeros_like(in_line).at[self.order].set(in_line, unique_indices=True)
-        return flat.reshape(self.shape)
+        return jnp.where(self.action, in_line[self.place], 0.0)
 
 
 def _line(batch: EpisodeBatch) -> _Line:
+    """Counts instead of sorting: a step lies in one row, so a token's place is the number of
+    tokens in the steps before its own, plus its rank among the action tokens of its row less
+    that of the step's first one."""
     n, k = batch.step_mask.shape
-    ids = masks.step_of_token(batch).reshape(-1)
-    order = jnp.argsort(ids, stable=True)
-    real, episode = ids[order] < n * k, ids[order] // k
+    action, ids = masks.action_tokens(batch), masks.step_of_token(batch)
+    size = ids.size
+    rank = jnp.cumsum(action, axis=1, dtype=jnp.int32)
+    first = jax.ops.segment_min(rank.reshape(-1), ids.reshape(-1), n * k + 1)
+    counts = masks.token_counts(batch).astype(jnp.int32).reshape(-1)
+    before = jnp.append(jnp.cumsum(counts) - counts, 0)
+    place = jnp.where(action, (before - first)[ids] + rank, size)
+    tokens = jnp.arange(size, dtype=jnp.int32)
+    order = jnp.zeros(size, jnp.int32).at[place.reshape(-1)].set(tokens, mode="drop")
+    real = tokens < counts.sum()
+    steps = jnp.where(real, ids.reshape(-1)[order], n * k)
+    episode = steps // k
     goes_on = jnp.append((episode[1:] == episode[:-1]) & real[1:], False)
-    return _Line(batch.tokens.shape, order, real, jnp.minimum(episode, n - 1), goes_on)
+    same_step = jnp.append(steps[1:] == steps[:-1], False) & real
+    place, owner = jnp.minimum(place, size - 1), jnp.minimum(episode, n - 1)
+    return _Line(order, place, action, real, owner, goes_on, same_step)
 
 
 def _rate(batch: EpisodeBatch, lam: float | str) -> Float[Array, " N"]:

@@ -76,16 +76,14 @@ def step_flow_weight(*, share: float = 0.4, weight: float = 1.5, source: str = "
     def apply(batch: EpisodeBatch, signals: Signals, flow: Flow) -> Flow:
         assert signals.step_graph is not None
         valid = masks.valid_steps(batch)
-        n, k = valid.shape
         carried = step_throughput(batch, signals.step_graph, source=source)
-        chosen = segments.largest(
-            carried.reshape(-1),
-            valid.reshape(-1),
-            jnp.repeat(jnp.arange(n), k),
-            jnp.arange(n * k),
-            ratio,
-        )
-        raised = chosen.reshape(n, k) & (carried > 0)
+        # The graph is K x K as it is, so a step's rank can be counted: who carries more, or comes
+        # first among equals.
+        mine, other = carried[:, :, None], carried[:, None, :]
+        before = (other > mine) | ((other == mine) & jnp.tri(valid.shape[1], k=-1, dtype=bool))
+        rank = (before & valid[:, None, :]).sum(axis=2)
+        count = valid.sum(axis=1, keepdims=True)
+        raised = valid & (rank * ratio.denominator < count * ratio.numerator) & (carried > 0)
         tokens = masks.broadcast_steps(batch, raised.astype(carried.dtype)) > 0
         return _raise(flow, tokens, masks.action_tokens(batch), weight)
 

@@ -10,7 +10,7 @@ batch do not average it away. Each model has errors of its own.
     ref_logp            exact, of the uniform policy
     value               V_t(s) + e(t, s)
     mc_value            V by J = 9 rollouts: Binomial(J, V_t(s)) / J, anew for every prefix;
-                        after the last step the outcome
+                        0 after the last step, where nothing more is earned
     q_value, v_value    Q_t(s, a) + e(t, s, a) and V_t(s) + e(t, s), two models of each
     promise             Q_t(s, a) + e(t, s, a)
     predicted_return    V_{t+1}(s') + e(t + 1, s'): the best prediction of R from the prefix
@@ -110,7 +110,9 @@ def value(source: Source) -> np.ndarray:
 def mc_value(source: Source) -> np.ndarray:
     state = source.episodes.state
     v = source.exact.v[np.broadcast_to(np.arange(state.shape[1]), state.shape), state]
-    return source.rng("mc_value").binomial(ROLLOUTS, np.clip(v, 0.0, 1.0)) / ROLLOUTS
+    earned = source.rng("mc_value").binomial(ROLLOUTS, np.clip(v, 0.0, 1.0)) / ROLLOUTS
+    over = np.arange(state.shape[1]) >= source.episodes.n_steps[:, None]
+    return np.where(over, 0.0, earned)
 
 
 def q_value(source: Source) -> np.ndarray:

@@ -2,20 +2,28 @@
 
     python tests/golden/make_golden.py        # needs torch, transformers, safetensors, numpy
 
-Two random Qwen2 policies: ``tied`` (2 layers, one key-value head) and ``untied`` (3 layers, 4
-query and 2 key-value heads). For each: the Hugging Face folder, logits of a short right-padded
-batch, a strided subset of the logits of a 520-token prompt (rotary errors grow with position),
-and every attention matrix of a 60-token prompt.
+Three random policies: Qwen2's ``tied`` (2 layers, one key-value head) and ``untied`` (3 layers, 4
+query and 2 key-value heads), and ``qwen3`` (2 layers, tied, heads that together are wider than
+the stream). For each: the Hugging Face folder, logits of a short right-padded batch, a strided
+subset of the logits of a 520-token prompt (rotary errors grow with position), and every attention
+matrix of a 60-token prompt.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 HERE = Path(__file__).parent
 COMMON = {
@@ -44,17 +52,27 @@ POLICIES = {
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     },
+    "qwen3": {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    },
 }
 LENGTHS = (24, 17, 9)
 LONG = 520
 PROMPT = 60
 
 
-def build(name: str) -> Qwen2ForCausalLM:
+def build(name: str, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(len(name))
-    model = Qwen2ForCausalLM._from_config(
-        Qwen2Config(**COMMON, **POLICIES[name]), attn_implementation="eager"
-    )
+    settings = {**COMMON, **POLICIES[name], **changes}
+    if name == "qwen3":
+        model = Qwen3ForCausalLM._from_config(Qwen3Config(**settings), attn_implementation="eager")
+    else:
+        model = Qwen2ForCausalLM._from_config(Qwen2Config(**settings), attn_implementation="eager")
     with torch.no_grad():
         for key, weight in model.named_parameters():
             # Larger than a fresh model's, so that attention is peaked and logits spread out;
@@ -68,7 +86,7 @@ def build(name: str) -> Qwen2ForCausalLM:
     return model.eval()
 
 
-def record(model: Qwen2ForCausalLM) -> dict[str, np.ndarray]:
+def record(model: PreTrainedModel) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     short = np.zeros((len(LENGTHS), max(LENGTHS)), np.int32)
     mask = np.zeros_like(short)
