@@ -67,7 +67,7 @@ wheel: $(STAMP)  ## Build the wheel and check that it holds the library alone
 	    raise SystemExit("error: the wheel also holds %s" % extra if extra else None)'
 
 lock:  ## Resolve requirements.lock again (needs uv)
-	uv pip compile pyproject.toml --extra stack --extra alfworld --extra dev --universal \
+	uv pip compile pyproject.toml --extra stack --extra alfworld --extra scienceworld --extra dev --universal \
 	    --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	    --no-emit-index-url --no-emit-find-links --quiet -o requirements.lock
 

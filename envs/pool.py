@@ -93,7 +93,8 @@ class Pool:
     Args:
       spec: the environment and its options.
       workers: number of processes.
-      deadline_s: seconds that one message may take before its worker counts as hung.
+      deadline_s: seconds that one message may take before its worker counts as hung; messages
+        that wait behind it in the same worker do not count as taking that time.
       max_episodes_per_worker: a worker that has started this many episodes takes no new ones and
         is replaced.
       max_rss_mb: the same, above this resident memory (engines leak).
@@ -330,6 +331,8 @@ class Pool:
             ticket, _ = worker.pending.pop(reply["id"])
         except (ValueError, KeyError, TypeError):
             return  # not an answer to us: chatter; a lost answer meets its deadline
+        until = time.monotonic() + self._deadline
+        worker.pending = {m: (t, max(end, until)) for m, (t, end) in worker.pending.items()}
         if ticket < 0:
             return
         self._busy.pop(ticket, None)

@@ -66,6 +66,24 @@ Which {% if show_admissible %}of these actions{% else %}action{% endif %} do you
 Give {% if think %}a short thought inside <think></think>, then {% endif %}\
 one action inside <action></action>."""
 
+_SCIENCE_RULES = """\
+You act in a text world of science. Each message shows what you observe; you answer with one \
+action. OBJ stands for an object, written as the world writes it.
+- look around, look at OBJ, look in OBJ, read OBJ, inventory, task (your task once more)
+- go to PLACE, teleport to PLACE (if the world allows it), open OBJ, close OBJ
+- pick up OBJ, put down OBJ, move OBJ to OBJ, pour OBJ into OBJ, dunk OBJ into OBJ, mix OBJ
+- activate OBJ, deactivate OBJ, use OBJ, use OBJ on OBJ, connect OBJ to OBJ, disconnect OBJ
+- eat OBJ, flush OBJ, wait (ten turns), wait1 (one turn)
+- focus on OBJ: says which object your task is about. A wrong one ends the task: you fail.
+If an action fits several objects, the answer is a numbered list: your next action is a number.
+{% if think %}
+Answer in this form, with a short thought of your own:
+<think>I need to measure first.</think><action>pick up thermometer</action>
+{% else %}
+Answer in this form, and write nothing else:
+<action>pick up thermometer</action>
+{% endif %}"""
+
 _LIST = "{% if show_admissible %} {{ admissible | join(', ') }}{% endif %}"
 
 TEMPLATES: dict[str, Template] = {
@@ -87,6 +105,27 @@ Now you observe: {{ observation }}"""
         + _ASK,
         reminder="No action was found in your answer.",
         hindsight_goal="reach exactly this observation: {{ final }}",
+    ),
+    # The goal is a sentence of its own: "Your task is to boil water. ..."
+    "scienceworld": Template(
+        system=_SCIENCE_RULES,
+        opening="{{ goal }}\n\n{{ scene }}" + _ASK,
+        turn="{{ observation }}" + _ASK,
+        window="""\
+{{ goal }}
+{% if history %}
+
+You have taken {{ step }} steps. The latest observations, and what you did at each:
+{% for seen, done in history %}
+Observation: {{ seen }}
+Action: {{ done }}
+{% endfor %}
+{% endif %}
+
+Now you observe: {{ observation }}"""
+        + _ASK,
+        reminder="No action was found in your answer.",
+        hindsight_goal="Your task is to reach exactly this observation: {{ final }}",
     ),
     # For policies trained from scratch: no instruction, only what changes.
     "bare": Template(

@@ -7,8 +7,9 @@ The types here are plain data. They cross a process boundary as one JSON object 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -17,8 +18,10 @@ class Info:
     """What the engine knows besides the text.
 
     Attributes:
-      admissible: the actions that the engine would accept now, sorted.
-      progress: fraction in [0, 1] of the goal's conjuncts that hold now.
+      admissible: the actions that the engine would accept now, sorted; empty where listing them
+        is slow and nobody asked.
+      progress: verifiable progress in [0, 1], such as the fraction of the goal's conjuncts that
+        hold now; 1 on success.
       state: anchor-state key; equal keys count as equal states within one task (GiGPO, Sec. 4.2).
       success: whether the goal holds.
       valid: whether the last action was accepted (True after a reset).
@@ -67,13 +70,18 @@ class Task:
     kind: str
 
 
+def task_list_hash(tasks: Sequence[Task]) -> str:
+    """SHA-256 of the ids in order, in hexadecimal: the name of a task list in a result."""
+    return hashlib.sha256("\n".join(task.id for task in tasks).encode()).hexdigest()
+
+
 @dataclasses.dataclass(frozen=True)
 class EnvSpec:
     """How to build an environment in a worker.
 
     Attributes:
-      name: a built-in name ("alfworld") or "module:function"; the function takes the options
-        and returns an `Environment`.
+      name: a built-in name ("alfworld", "scienceworld") or "module:function"; the function takes
+        the options and returns an `Environment`.
       options: keyword options of that environment; JSON values only.
       python: interpreter of the workers; None is the one that runs now.
     """

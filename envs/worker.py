@@ -22,7 +22,10 @@ from typing import Any, BinaryIO
 
 from envs.protocol import Environment, Observation, to_json
 
-BUILTIN = {"alfworld": "envs.alfworld.engine:make"}
+BUILTIN = {
+    "alfworld": "envs.alfworld.engine:make",
+    "scienceworld": "envs.scienceworld.engine:make",
+}
 
 
 def factory(name: str) -> Callable[[Mapping[str, Any]], Environment]:

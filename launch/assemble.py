@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from envs.alfworld.tasks import list_tasks, task_list_hash
 from envs.chat import ChatFormat, chat_format
 from envs.engine import Engine, EngineSettings
 from envs.pool import Pool
 from envs.prompts import Prompt
-from envs.protocol import EnvSpec, Task
+from envs.protocol import EnvSpec, Task, task_list_hash
 from envs.rollout import Job, Limits, Player
 from envs.stops import stop_table
+from launch import environments
 from launch.config import (
     ROW_MULTIPLE,
     EnvConfig,
@@ -77,11 +77,10 @@ def tokenizer_for(config: TrainConfig | SftConfig) -> Any:
     folder = config.tokenizer or config.policy.path
     if folder is not None:
         return load_tokenizer(folder)
-    from envs.alfworld.vocabulary import words
     from envs.tokenizer import word_tokenizer
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    return word_tokenizer(words())
+    return word_tokenizer(environments.family(config.env).words())
 
 
 def make_prompt(config: PromptConfig) -> Prompt:
@@ -144,7 +143,11 @@ def open_mesh(config: MeshConfig | None, devices: Sequence[Any] | None = None) -
 
 
 def make_player(config: TrainConfig | SftConfig) -> Player:
-    """Everything of a rollout that needs no weights: tokenizer, prompt and limits."""
+    """Everything of a rollout that needs no weights: tokenizer, prompt and limits.
+
+    Raises ``UserError`` first of all if the environment cannot run here.
+    """
+    environments.family(config.env).check(config.env)
     with user_errors("tokenizer"):
         chat = chat_format(tokenizer_for(config))
     rollout = config.rollout if isinstance(config, TrainConfig) else None
@@ -285,11 +288,11 @@ def step_graph_layers(config: PolicyConfig, num_hidden_layers: int) -> tuple[int
     return layers
 
 
-def open_pool(config: EnvConfig) -> Pool:
-    """The environment's worker processes."""
+def open_pool(config: EnvConfig, prompt: PromptConfig) -> Pool:
+    """The environment's worker processes; the prompt says what they need to observe."""
     spec = EnvSpec(
         config.name,
-        {"data": str(config.data_folder())},
+        environments.family(config).options(config, prompt),
         None if config.python is None else str(config.python),
     )
     return Pool(spec, config.workers, deadline_s=config.deadline_s)
@@ -298,16 +301,19 @@ def open_pool(config: EnvConfig) -> Pool:
 def tasks_of(config: EnvConfig, split: str, games: int | None = None) -> tuple[Task, ...]:
     """The first ``games`` tasks of a split, spread evenly over its kinds.
 
-    Raises ``UserError`` if the folder or the split is missing, or holds too few.
+    Raises ``UserError`` if the split is missing or holds too few.
     """
-    with user_errors("env.data", FileNotFoundError, ValueError):
-        tasks = list_tasks(config.data_folder(), split, config.kinds)
+    tasks = environments.family(config).tasks(config, split)
     if games is None:
         return tasks
     if games > len(tasks):
         raise UserError(
-            f"{games} games of {split} are asked for, {config.data_folder()} holds {len(tasks)}; "
-            "ask for fewer or generate more (env.generate)"
+            f"{games} games of {split} are asked for, env has {len(tasks)}; ask for fewer, or "
+            + (
+                "generate more (env.generate)"
+                if config.name == "alfworld"
+                else "allow more tasks or variations (env.scienceworld)"
+            )
         )
     kinds = sorted({task.kind for task in tasks})
     by_kind = {kind: [t for t in tasks if t.kind == kind] for kind in kinds}

@@ -25,6 +25,8 @@ from pydantic import (
     model_validator,
 )
 
+from envs.scienceworld.jvm import OPTIONS
+from envs.scienceworld.tasks import KINDS, check_kinds, check_simplifications
 from launch.errors import UserError
 
 
@@ -46,7 +48,13 @@ Address = Annotated[str, AfterValidator(_address)]
 ROW_MULTIPLE = 64  # tokens: rows are padded to multiples of it
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Split = Literal["train", "valid_seen", "valid_unseen"]
+Split = Literal["train", "valid_seen", "valid_unseen", "dev", "test"]
+# Of each environment: the splits that exist, and those that are evaluated by default.
+SPLITS: dict[str, tuple[str, ...]] = {
+    "alfworld": ("train", "valid_seen", "valid_unseen"),
+    "scienceworld": ("train", "dev", "test"),
+}
+HELD_OUT = {"alfworld": ("valid_seen", "valid_unseen"), "scienceworld": ("dev",)}
 Kind = Literal[
     "pick_and_place_simple",
     "look_at_obj_in_light",
@@ -158,10 +166,29 @@ class GamesConfig(Section):
     seed: NonNegativeInt = 0
 
 
+class ScienceWorldConfig(Section):
+    """ScienceWorld: which tasks, how simple, and its Java process."""
+
+    tasks: tuple[str, ...] | None = None  # such as [boil, find-animal]; null: all 30
+    variations: PositiveInt | None = None  # the first so many of each task in a split; null: all
+    simplifications: tuple[str, ...] = ("easy",)  # or some of its parts, such as [openDoors]
+    progress: Literal["score", "subgoals"] = "score"  # the engine's score, or required subgoals
+    surroundings: bool = False  # add room and inventory to every observation
+    gold: Path | None = None  # folder for gold paths; null: below ~/.cache
+    jvm: tuple[str, ...] = OPTIONS  # of java: every worker has one process of it
+
+    @model_validator(mode="after")
+    def _tasks_and_simplifications(self) -> ScienceWorldConfig:
+        kinds = KINDS if self.tasks is None else check_kinds(self.tasks)
+        check_simplifications(self.simplifications, kinds)
+        return self
+
+
 class EnvConfig(Section):
     """The environment and its worker processes."""
 
-    name: Literal["alfworld"] = "alfworld"
+    name: Literal["alfworld", "scienceworld"] = "alfworld"
+    scienceworld: ScienceWorldConfig | None = None  # null: its defaults; for that name only
     data: Path | None = None  # folder that holds json_2.1.1/; null: $ALFWORLD_DATA
     generate: GamesConfig | None = None  # not null: make these games in `data` if they are absent
     kinds: tuple[Kind, ...] | None = None  # task kinds to play; null: all
@@ -169,6 +196,19 @@ class EnvConfig(Section):
     workers: PositiveInt = 2  # processes
     deadline_s: PositiveFloat = 120.0  # seconds per message before a worker is replaced
     python: Path | None = None  # interpreter of the workers; null: the one that runs this
+
+    @model_validator(mode="after")
+    def _keys_of_the_named_one(self) -> EnvConfig:
+        if self.name == "alfworld":
+            given = ["scienceworld"] if self.scienceworld is not None else []
+        else:
+            given = [k for k in ("data", "generate", "kinds") if getattr(self, k) is not None]
+        if given:
+            raise ValueError(
+                f"{given[0]} is set, but name is {self.name}, which has no such key; "
+                f"set env.{given[0]}=null or another env.name"
+            )
+        return self
 
     def data_folder(self) -> Path:
         """The folder of games. Raises ``UserError`` if neither key nor variable names one."""
@@ -297,7 +337,7 @@ class AgreementConfig(Section):
 class EvaluateConfig(Section):
     """Evaluation on frozen task lists."""
 
-    splits: tuple[Split, ...] = ("valid_seen", "valid_unseen")
+    splits: tuple[Split, ...] = ()  # none given: the held-out ones of the environment
     games: PositiveInt | None = None  # the first so many of a split; null: all
     temperature: NonNegativeFloat = 0.0  # 0: greedy
     every: NonNegativeInt = 0  # iterations; 0: after the last one only
@@ -365,6 +405,18 @@ class TrainConfig(Section):
     agreement: AgreementConfig = AgreementConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     engine: EngineConfig | None = None  # null: the policy samples in this process
+
+    @model_validator(mode="after")
+    def _splits_of_the_environment(self) -> TrainConfig:
+        known = SPLITS[self.env.name]
+        if not self.evaluate.splits:
+            filled = self.evaluate.model_copy(update={"splits": HELD_OUT[self.env.name]})
+            object.__setattr__(self, "evaluate", filled)  # stored configs say what was evaluated
+        if unknown := [split for split in self.evaluate.splits if split not in known]:
+            raise ValueError(
+                f"evaluate.splits has {unknown[0]}; {self.env.name} has {', '.join(known)}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from launch.config import TrainConfig
+from launch.config import ScienceWorldConfig, TrainConfig
 from launch.errors import UserError, one_line
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,11 +59,15 @@ def checks(config: TrainConfig | None = None) -> Iterator[Check]:
     yield from check_packages(declared_requirements())
     yield check_compiler()
     interpreter = str(config.env.python) if config and config.env.python else sys.executable
-    yield check_alfworld(interpreter)
-    yield check_data(config)
+    name = config.env.name if config else None
+    if name != "scienceworld":
+        yield check_alfworld(interpreter)
+        yield check_data(config)
+    if name != "alfworld":
+        options = (config.env.scienceworld if config else None) or ScienceWorldConfig()
+        yield check_scienceworld(interpreter, options, needed=config is not None)
     if config is not None and config.policy.path is not None:
         yield check_policy(config.policy.path)
-    yield check_java()
     yield check_disk(config.run if config else Path.cwd())
     yield check_memory(Path("/proc/meminfo"))
     yield check_devices()
@@ -127,6 +131,22 @@ def check_alfworld(interpreter: str, deadline_s: float = 120.0) -> Check:
     return Check("alfworld", ok, detail, fix)
 
 
+def check_scienceworld(
+    interpreter: str, config: ScienceWorldConfig, deadline_s: float = 120.0, *, needed: bool = True
+) -> Check:
+    """ScienceWorld's engine starts a task under the interpreter of the workers."""
+    code = (
+        "import importlib.metadata as m, sys; sys.path.insert(0, sys.argv[1]); "
+        "from envs.scienceworld.engine import make; from envs.scienceworld.jvm import find_java; "
+        "make({'jvm': sys.argv[2:]}).reset('boil/0'); print(m.version('scienceworld'), find_java())"
+    )
+    ok, output = _run([interpreter, "-c", code, str(ROOT), *config.jvm], deadline_s)
+    version, _, java = output.partition(" ")
+    detail = f"{version} starts a task with {java}" if ok else f"{interpreter}: {output}"
+    fix = "run `make install`, or set env.python to an interpreter with the scienceworld extra"
+    return Check("scienceworld", ok, detail, fix, needed)
+
+
 def check_data(config: TrainConfig | None) -> Check:
     """A folder of games exists, or the config says how to generate one."""
     fix = "make one with `python -m launch games FOLDER`, then set env.data or ALFWORLD_DATA to it"
@@ -155,14 +175,6 @@ def check_policy(folder: Path) -> Check:
     detail = str(folder) if ok else f"{folder} lacks config.json or *.safetensors"
     fix = "set policy.path to a Hugging Face folder of dense Qwen2.5 or Qwen3, or use policy.init"
     return Check("policy", ok, detail, fix)
-
-
-def check_java() -> Check:
-    """A Java runtime, for environments that need one; ALFWorld does not."""
-    found = shutil.which("java")
-    return Check(
-        "java", found is not None, found or "not on PATH; ALFWorld needs none", needed=False
-    )
 
 
 def check_disk(folder: Path, least_gib: float = DISK_GIB) -> Check:

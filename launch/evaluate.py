@@ -138,7 +138,7 @@ def main(config: TrainConfig, policy: Path | None) -> None:
         title = f"after {iteration} iterations"
     tasks = tasks_by_split(config)
     with (
-        assemble.open_pool(config.env) as pool,
+        assemble.open_pool(config.env, config.prompt) as pool,
         user_errors("engine", EngineError),
         assemble.closing(sampler),
     ):

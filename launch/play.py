@@ -48,7 +48,7 @@ def main(config: TrainConfig, policy: Path | None, task: str | None, out: Path) 
     chosen = pick(config, task)
     workers = config.env.model_copy(update={"workers": 1})
     with (
-        assemble.open_pool(workers) as pool,
+        assemble.open_pool(workers, config.prompt) as pool,
         user_errors("engine", EngineError),
         assemble.closing(sampler),
     ):

@@ -23,6 +23,8 @@ OPERATIONAL = frozenset(
         "env.workers",
         "env.deadline_s",
         "env.python",
+        "env.scienceworld.gold",
+        "env.scienceworld.jvm",
         "judge.url",
         "judge.key_variable",
         "judge.deadline_s",

@@ -33,7 +33,7 @@ def collect(config: SftConfig, parts: assemble.Parts) -> list[Episode]:
     """The expert's successful episodes on the training games."""
     tasks = assemble.tasks_of(config.env, "train", config.sft.games)
     habit = config.sft.habit
-    with assemble.open_pool(config.env) as pool:
+    with assemble.open_pool(config.env, config.prompt) as pool:
         episodes = demonstrate(
             parts.player,
             pool,

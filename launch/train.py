@@ -333,7 +333,7 @@ def main(config: TrainConfig) -> None:
     run = runs.open_run(config, config.run)
     try:
         with (
-            assemble.open_pool(config.env) as pool,
+            assemble.open_pool(config.env, config.prompt) as pool,
             checkpoint.open_checkpoints(
                 run.checkpoints, keep=config.checkpoint.keep
             ) as checkpoints,

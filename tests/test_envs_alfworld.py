@@ -17,7 +17,7 @@ pytest.importorskip("alfworld", reason="the alfworld extra is not installed")
 
 from envs.alfworld.engine import Alfworld, make
 from envs.alfworld.progress import GoalChecks, parse
-from envs.alfworld.tasks import KINDS, game_path, list_tasks, task_list_hash
+from envs.alfworld.tasks import KINDS, game_path, list_tasks
 from envs.household import solve
 from envs.household.generate import _draw_all, generate
 from envs.household.problem import STATIONS

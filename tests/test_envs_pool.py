@@ -187,7 +187,7 @@ def test_an_environment_that_cannot_be_built() -> None:
         pool.reset(0, "a")
         answer = pool.wait([0])[0]
     assert isinstance(answer, EnvFailure)
-    assert "neither built in (alfworld)" in answer.reason
+    assert "neither built in (alfworld, scienceworld)" in answer.reason
 
 
 def test_workers_that_cannot_start_end_the_run(tmp_path: Path) -> None:

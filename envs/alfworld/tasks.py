@@ -3,13 +3,12 @@
 DATA/json_2.1.1/{train,valid_seen,valid_unseen}/KIND-.../trial_.../game.tw-pddl
 
 A task id is the path of the trial's folder below json_2.1.1. Lists are sorted, so that a list is
-the same on every machine, and hashed, so that a result can name it.
+the same on every machine.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 from envs.protocol import Task
@@ -73,8 +72,3 @@ def list_tasks(
             f"ALFWORLD_DATA (or the option `data`) to a folder that contains {LAYOUT}/{split}."
         )
     return tuple(sorted(tasks, key=lambda task: task.id))
-
-
-def task_list_hash(tasks: Sequence[Task]) -> str:
-    """SHA-256 of the ids in order, in hexadecimal: the name of a task list in a result."""
-    return hashlib.sha256("\n".join(task.id for task in tasks).encode()).hexdigest()
