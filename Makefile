@@ -32,7 +32,7 @@ quickstart: $(STAMP)  ## Generate games, train a tiny policy on the CPU and eval
 	$(PY) -m launch train launch/configs/household_quick.yaml
 
 test: $(STAMP)  ## Run the fast tests, in two processes
-	$(PY) -m pytest -q -n 2 --dist loadfile
+	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 slow: $(STAMP)  ## Run the slow tests
 	$(PY) -m pytest -q -m "slow and not parity"

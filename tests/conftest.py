@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -22,3 +23,13 @@ for name, value in {
 # Examples are the same on every machine: a failure elsewhere is a failure here.
 settings.register_profile("project", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("project")
+
+pytest_plugins = ["small_run"]
+
+# Files go to processes whole. The longest go first, so that none is left for the end alone.
+LONGEST = ("test_train.py", "test_train_methods.py", "test_models_sharding.py", "test_engine.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))

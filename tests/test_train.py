@@ -1,116 +1,16 @@
-"""``python -m launch`` as a user runs it: resume, a killed run, every method, every mistake."""
+"""``python -m launch`` as a user runs it: resume, a killed run, every mistake."""
 
 from __future__ import annotations
 
-import http.server
 import json
-import os
 import signal
 import subprocess
-import sys
-import threading
 import time
-from pathlib import Path
 
 import pytest
-import yaml
+from small_run import ROOT, command, digest, environment, launch, train
 
 from launch.__main__ import main
-
-ROOT = Path(__file__).resolve().parent.parent
-
-TINY = {
-    "seed": 3,
-    "iterations": 4,
-    "policy": {
-        "init": {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-        }
-    },
-    "env": {
-        "generate": {"train": 6, "valid_seen": 2, "valid_unseen": 2, "distractors": 2},
-        "max_steps": 3,
-        "workers": 1,
-    },
-    "prompt": {
-        "template": "bare",
-        "context": "conversation",
-        "think": False,
-        "show_admissible": False,
-        "max_context": 256,
-    },
-    "rollout": {
-        "tasks_per_iteration": 2,
-        "group_size": 2,
-        "slots": 4,
-        "max_response_tokens": 6,
-        "decode_block": 6,
-    },
-    "credit": "grpo",
-    "invalid_penalty": 0.1,
-    "loss": {"kl": 0.05},
-    "optimizer": {"learning_rate": 1e-3, "minibatch_episodes": 2, "microbatch_tokens": 512},
-    "checkpoint": {"every": 1, "keep": 2},
-}
-
-
-@pytest.fixture(scope="session")
-def workplace(tmp_path_factory):
-    """A folder with the config, shared games and a compilation cache."""
-    folder = tmp_path_factory.mktemp("train")
-    config = {**TINY, "run": str(folder / "run"), "env": {**TINY["env"], "data": str(folder / "g")}}
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(config))
-    return folder
-
-
-def launch(workplace, *arguments, status=0, devices=1):
-    """Runs a command; returns the finished process."""
-    done = subprocess.run(
-        command(*arguments),
-        cwd=ROOT,
-        env=environment(workplace, devices),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == status, done.stderr[-3000:]
-    return done
-
-
-def command(*arguments):
-    return [sys.executable, "-m", "launch", *map(str, arguments)]
-
-
-def environment(workplace, devices=1):
-    # Collectives of simulated devices wait for each other forever unless they keep one order.
-    flags = (
-        f"--xla_force_host_platform_device_count={devices} "
-        "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-    )
-    return {**os.environ, "XLA_FLAGS": flags, "JAX_COMPILATION_CACHE_DIR": str(workplace / "xla")}
-
-
-def train(workplace, run, *overrides, devices=1, status=0):
-    sets = [x for o in (f"run={workplace / run}", *overrides) for x in ("--set", o)]
-    return launch(
-        workplace, "train", workplace / "tiny.yaml", *sets, devices=devices, status=status
-    )
-
-
-def digest(done):
-    (line,) = [x for x in done.stdout.splitlines() if x.startswith("digest: ")]
-    assert len(line) == len("digest: ") + 64
-    return line
-
-
-@pytest.fixture(scope="session")
-def whole(workplace):
-    """An uninterrupted run."""
-    return train(workplace, "whole")
-
 
 MESHED = (
     "iterations=2",
@@ -214,96 +114,6 @@ def test_the_number_of_workers_changes_nothing(workplace, whole):
 
 def test_a_seed_changes_the_run(workplace, whole):
     assert digest(train(workplace, "seed", "seed=4")) != digest(whole)
-
-
-# Name -> the losses of the step heads that it trains.
-METHODS = {
-    "ppo": (),
-    "gigpo": (),
-    "attnsr": (),
-    "attnsr_grpo": (),
-    "linear": (),
-    "procredit": (),
-    "relace": (),
-    "poad": (),
-    "archer": ("q_value_loss", "v_value_loss"),
-    "rudder": ("predicted_return_loss",),
-    "spa_rl": ("predicted_progress_loss",),
-    "agentprm": ("promise_loss",),
-    "vineppo": (),
-    "istar": (),
-}
-
-
-@pytest.fixture(scope="session")
-def every_method(workplace, whole):
-    """One process for all of them, so that what they share is compiled once."""
-    script = (
-        "import sys, launch.__main__ as m; sys.exit(max(m.main(a.split()) for a in sys.argv[1:]))"
-    )
-    jobs = [
-        f"train {workplace}/tiny.yaml --set run={workplace}/method-{method} "
-        f"--set credit={method} --set iterations=1 --set rollout.value_attempts=2"
-        for method in METHODS
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", script, *jobs],
-        cwd=ROOT,
-        env=environment(workplace),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
-
-
-def test_every_method_runs_the_same_job(workplace, every_method):
-    assert every_method.stdout.count("digest: ") == len(METHODS)
-    for method, losses in METHODS.items():
-        (line,) = (workplace / f"method-{method}" / "metrics.jsonl").read_text().splitlines()
-        row = json.loads(line)
-        assert row["update/grad_norm"] > 0, method
-        assert all(row[f"update/{loss}"] >= 0 for loss in losses), method
-
-
-def test_step_heads_are_stored_and_a_resumed_run_ends_in_the_same_weights(workplace, every_method):
-    settings = ("credit=archer", "iterations=2", "rollout.value_attempts=2")
-    unbroken = train(workplace, "archer", *settings)
-    rest = train(workplace, "method-archer", *settings)
-    assert "go on after iteration 1" in rest.stdout
-    assert digest(rest) == digest(unbroken)
-
-
-def test_a_run_asks_its_judge(workplace, whole):
-    """TARL through a chat endpoint: every episode is judged, and its scores reach the credit."""
-    asked = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            turns = len(json.loads(body["messages"][-1]["content"])["turns"])
-            asked.append(turns)
-            scores = json.dumps({"scores": [-1, *[1] * (turns - 1)]})
-            reply = json.dumps({"choices": [{"message": {"content": scores}}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(reply)))
-            self.end_headers()
-            self.wfile.write(reply)
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        judge = f"judge={{url: 'http://127.0.0.1:{server.server_port}/v1', model: small}}"
-        train(workplace, "judged", "credit=tarl", judge, "iterations=2")
-        server.shutdown()
-    episodes = [
-        json.loads(x) for x in (workplace / "judged" / "episodes.jsonl").read_text().splitlines()
-    ]
-    assert sorted(asked) == sorted(e["steps"] for e in episodes)
-    assert len(episodes) == 8
-    assert any(len(set(e["credit"])) > 1 for e in episodes), "the judge's scores changed nothing"
 
 
 def test_adapters_train_and_export_merged(workplace, whole):
