@@ -171,7 +171,7 @@ CONFIG = QwenConfig(
 def test_greedy_episodes_equal_those_of_the_sampler_token_for_token():
     """The server holds the same weights and reads each row from its beginning."""
     params = jax.tree.map(
-        lambda x: x * 6 if x.ndim > 1 else x, init_params(CONFIG, jax.random.key(3))
+        lambda x: x * 3 if x.ndim > 1 else x, init_params(CONFIG, jax.random.key(3))
     )
     options = SamplerConfig(
         slots=6, capacity=256, max_response=8, stop_ids=(CHAT.end_id,), temperature=0.0

@@ -25,7 +25,7 @@ from launch.schedules import learning_rate_schedule
 from models.config import QwenConfig
 from models.params import init_params
 from models.policy import Policy
-from models.score import ScoreConfig
+from models.score import ScoreConfig, score
 
 TINY = QwenConfig(
     vocab_size=50,
@@ -175,14 +175,51 @@ def test_the_ratio_starts_from_the_configured_log_probabilities(old_logp: str) -
     np.testing.assert_array_equal(used, np.sort(expected[ON]))
 
 
-def test_agreement_is_recorded_where_both_log_probabilities_exist() -> None:
-    assert train.agreement(BATCH, Signals()) == {}
-    logp = np.where(ON, BATCH.behaviour_logp - 0.25, 99.0)
+def off_by(gap: float, first: float) -> Signals:
+    """The trainer's log-probabilities: off by ``gap`` at every sampled token, by ``first`` at one."""
+    logp = np.where(ON, BATCH.behaviour_logp - gap, 99.0)
     row, column = np.argwhere(ON)[0]
-    logp[row, column] -= 0.75
-    found = train.agreement(BATCH, Signals(logp=logp))
+    logp[row, column] = BATCH.behaviour_logp[row, column] + first
+    return Signals(logp=logp)
+
+
+def agreement(signals: Signals, **options) -> dict[str, float]:
+    setup = setup_of(config_of(agreement=options), credit.make("grpo"))
+    return train.agreement(setup, state_of(setup.parts.trainable), BATCH, signals)
+
+
+def test_agreement_by_hand() -> None:
+    found = agreement(off_by(0.25, 1.0), tolerance=0.3)
     assert found["agreement/max_abs"] == pytest.approx(1.0)
     assert found["agreement/mean_abs"] == pytest.approx(0.25 + 0.75 / ON.sum())
+    assert found["agreement/share_beyond"] == pytest.approx(1 / ON.sum())
+
+
+def test_too_little_agreement_is_told_or_ends_the_run(capsys) -> None:
+    share = 1 / ON.sum()
+    found = agreement(off_by(0.01, 1.0), max_share=1.01 * share, beyond="stop")
+    assert found["agreement/share_beyond"] == pytest.approx(share)
+    assert capsys.readouterr().err == ""
+    found = agreement(off_by(0.01, 1.0), max_share=0.99 * share)
+    assert found["agreement/share_beyond"] == pytest.approx(share)
+    told = capsys.readouterr().err
+    for word in ("warning: agreement: ", "0.1 between", "largest 1", "cache_dtype"):
+        assert word in told
+    with pytest.raises(UserError, match=r"agreement: .* % of the sampled tokens .* max_share"):
+        agreement(off_by(0.01, 1.0), max_share=0.99 * share, beyond="stop")
+
+
+@pytest.mark.parametrize(("rows", "scored"), [(2, [0, -1]), (64, range(len(BATCH.tokens)))])
+def test_rows_are_scored_for_agreement_where_nothing_else_needs_them(rows: int, scored) -> None:
+    setup = setup_of(config_of(agreement={"rows": rows}), credit.make("grpo"))
+    state = state_of(setup.parts.trainable)
+    logp = np.asarray(score(setup.parts.policy, state.trainable, None, BATCH, setup.scoring).logp)
+    chosen = np.zeros(len(BATCH.tokens), bool)
+    chosen[list(scored)] = True
+    gap = np.abs(logp - BATCH.behaviour_logp)[ON & chosen[:, None]]
+    found = train.agreement(setup, state, BATCH, Signals())
+    assert found["agreement/mean_abs"] == pytest.approx(gap.mean(), rel=1e-5)
+    assert found["agreement/max_abs"] == pytest.approx(gap.max(), rel=1e-5)
 
 
 # ---------------------------------------------------------------------- preparation

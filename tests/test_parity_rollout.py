@@ -74,7 +74,7 @@ def compare(folder, episodes, stop_ids, most):
 @pytest.mark.parametrize("context", ["conversation", "window"])
 def test_tiny_episodes(context, tmp_path):
     params = jax.tree.map(
-        lambda x: x * 6 if x.ndim > 1 else x, init_params(CONFIG, jax.random.key(3))
+        lambda x: x * 3 if x.ndim > 1 else x, init_params(CONFIG, jax.random.key(3))
     )
     hf.save_policy(tmp_path, CONFIG, params, jnp.float32)
     prompt = Loose(template="bare", context=context, think=False, show_admissible=False)

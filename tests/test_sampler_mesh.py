@@ -1,4 +1,4 @@
-"""The sampler on meshes of simulated devices: what one device samples, from each replica's slots."""
+"""The sampler on meshes of simulated devices samples what one device samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def share(data, **changes):
 
 @pytest.mark.parametrize(("data", "tensor", "context"), [(2, 2, 2), (4, 1, 1), (1, 4, 1)])
 def test_a_mesh_samples_what_one_device_samples(data, tensor, context):
-    """Several turns with slots on all replicas, prompts of several chunks, fewer rows than slots."""
+    """Several turns, slots on all replicas, prompts of several chunks, fewer rows than slots."""
     params, mesh = sharp_params(), make_mesh(data, tensor, context)
     table = np.zeros((2, CONFIG.vocab_size), np.int32)
     table[:, 6:15], table[1, 20:29] = 1, -1
