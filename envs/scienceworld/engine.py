@@ -97,6 +97,7 @@ class ScienceWorld:
             )
         if self._interface is None or not self._interface.alive:
             self._interface = self._jvm.interface()
+        self._jvm.count_episode()
         # The engine's reset() would do the work of load() again.
         if error := self._interface.call("load", kind, variation, self._simplifications, False):
             raise ValueError(f"task {task_id!r}: {error}")

