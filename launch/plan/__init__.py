@@ -73,7 +73,7 @@ def _prepare_process(topologies: Sequence[Topology]) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs: plugins only compile
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # and no cloud is asked what this machine is
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # nor is a TPU held
-    # What a cloud would answer; without it the library complains. The topology decides all the same.
+    # What a cloud would answer; libtpu complains without it. The topology decides all the same.
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the compiler's advice about shardings
