@@ -176,7 +176,7 @@ def test_the_ratio_starts_from_the_configured_log_probabilities(old_logp: str) -
 
 
 def off_by(gap: float, first: float) -> Signals:
-    """The trainer's log-probabilities: off by ``gap`` at every sampled token, by ``first`` at one."""
+    """The trainer's log-probabilities: off by ``gap`` at every token, by ``first`` at one."""
     logp = np.where(ON, BATCH.behaviour_logp - gap, 99.0)
     row, column = np.argwhere(ON)[0]
     logp[row, column] = BATCH.behaviour_logp[row, column] + first
@@ -205,7 +205,7 @@ def test_too_little_agreement_is_told_or_ends_the_run(capsys) -> None:
     told = capsys.readouterr().err
     for word in ("warning: agreement: ", "0.1 between", "largest 1", "cache_dtype"):
         assert word in told
-    with pytest.raises(UserError, match=r"agreement: .* % of the sampled tokens .* max_share"):
+    with pytest.raises(UserError, match=r"agreement: .* % of the sampled tokens .* agreement\.max_share"):
         agreement(off_by(0.01, 1.0), max_share=0.99 * share, beyond="stop")
 
 
