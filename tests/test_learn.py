@@ -205,7 +205,7 @@ def test_too_little_agreement_is_told_or_ends_the_run(capsys) -> None:
     told = capsys.readouterr().err
     for word in ("warning: agreement: ", "0.1 between", "largest 1", "cache_dtype"):
         assert word in told
-    with pytest.raises(UserError, match=r"agreement: .* % of the sampled tokens .* agreement\.max_share"):
+    with pytest.raises(UserError, match=r"agreement: .* % of the .* agreement\.max_share"):
         agreement(off_by(0.01, 1.0), max_share=0.99 * share, beyond="stop")
 
 
