@@ -23,9 +23,10 @@ from launch.learn import Setup, signals_for, update_policy
 from launch.loading import validate
 from launch.schedules import learning_rate_schedule
 from models.config import QwenConfig
-from models.params import init_params
+from models.params import init_params, param_specs
 from models.policy import Policy
 from models.score import ScoreConfig, score
+from models.sharding import make_mesh, tree_shardings
 
 TINY = QwenConfig(
     vocab_size=50,
@@ -176,7 +177,7 @@ def test_the_ratio_starts_from_the_configured_log_probabilities(old_logp: str) -
 
 
 def off_by(gap: float, first: float) -> Signals:
-    """The trainer's log-probabilities: off by ``gap`` at every sampled token, by ``first`` at one."""
+    """The trainer's log-probabilities: off by ``gap`` at every token, by ``first`` at one."""
     logp = np.where(ON, BATCH.behaviour_logp - gap, 99.0)
     row, column = np.argwhere(ON)[0]
     logp[row, column] = BATCH.behaviour_logp[row, column] + first
@@ -205,7 +206,7 @@ def test_too_little_agreement_is_told_or_ends_the_run(capsys) -> None:
     told = capsys.readouterr().err
     for word in ("warning: agreement: ", "0.1 between", "largest 1", "cache_dtype"):
         assert word in told
-    with pytest.raises(UserError, match=r"agreement: .* % of the sampled tokens .* max_share"):
+    with pytest.raises(UserError, match=r"agreement: .* % of the .* agreement\.max_share"):
         agreement(off_by(0.01, 1.0), max_share=0.99 * share, beyond="stop")
 
 
@@ -220,6 +221,43 @@ def test_rows_are_scored_for_agreement_where_nothing_else_needs_them(rows: int, 
     found = train.agreement(setup, state, BATCH, Signals())
     assert found["agreement/mean_abs"] == pytest.approx(gap.mean(), rel=1e-5)
     assert found["agreement/max_abs"] == pytest.approx(gap.max(), rel=1e-5)
+
+
+# ---------------------------------------------------------------------- the sampler
+
+
+def buffers(tree) -> list[list[int]]:
+    return [
+        sorted(shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards)
+        for leaf in jax.tree.leaves(tree)
+    ]
+
+
+@pytest.mark.parametrize("sizes", [None, (1, 2, 1), (2, 2, 1)])
+def test_the_sampler_reads_the_trainers_arrays_where_they_lie_alike(sizes) -> None:
+    mesh = None if sizes is None else make_mesh(*sizes)
+    specs = {"params": param_specs(TINY)}
+    trained = {"params": init_params(TINY, jax.random.key(0))}
+    if mesh is not None:
+        trained = jax.device_put(trained, tree_shardings(specs, TINY, mesh))
+    parts = assemble.Parts(
+        chat=None,
+        player=None,
+        policy=Policy(TINY, mesh=mesh),
+        trainable=trained,
+        frozen=None,
+        specs=specs,
+        stop_ids=(1,),
+    )
+    config = config_of(rollout={"slots": 5, "decode_rows": 3})
+    sampler = assemble.make_sampler(parts, trained, config, temperature=1.0)
+    assert sampler.slots == (6 if sizes == (2, 2, 1) else 5)  # as many on every replica
+    assert sampler.settings.decode_rows == (2 if sizes == (2, 2, 1) else 3)
+    shared = [a == b for a, b in zip(*map(buffers, (sampler.params, trained)), strict=True)]
+    replicas = 1 if mesh is None else mesh.shape["data"]
+    spread = [replicas > 1 and "data" in leaf.sharding.spec for leaf in jax.tree.leaves(trained)]
+    assert shared == [not x for x in spread], "what is spread over replicas is put together"
+    assert any(shared)
 
 
 # ---------------------------------------------------------------------- preparation

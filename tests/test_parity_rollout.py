@@ -1,4 +1,5 @@
-"""Greedy episodes, turn by turn, against ``generate`` of transformers on the whole row."""
+"""Greedy episodes, turn by turn, against reading the whole row again and against ``generate`` of
+transformers."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from envs.chat import chat_format
 from envs.pool import Pool
 from envs.protocol import EnvSpec
 from envs.rollout import Limits, Player
+from jaxcredit.batching import episode_rows
 from models import hf
 from models.params import init_params
 from models.sampler import Sampler, SamplerConfig
@@ -71,6 +73,31 @@ def compare(folder, episodes, stop_ids, most):
     return count
 
 
+def read_again(config, params, episodes, stop_ids, limits):
+    """Every response is what a fresh cache says after reading the row before it from the start."""
+    settings = SamplerConfig(
+        slots=1,
+        capacity=limits.max_context,
+        max_response=limits.max_response,
+        stop_ids=stop_ids,
+        temperature=0.0,
+        share=False,
+    )
+    sampler = Sampler(params, config, settings)
+    for episode in episodes:
+        row: list[int] = []
+        for step in episode.steps:
+            row = [] if episode.context == "window" else row
+            row += step.context_ids.tolist()
+            sampler.reset(0)
+            sampler.extend({0: np.asarray(row)})
+            found = sampler.generate({0: ((0, 0, 0, 0), limits.max_response)})[0]
+            assert step.response_ids[step.sampled].tolist() == found.ids.tolist()
+            row += step.response_ids.tolist()
+    whole = sum(len(row.tokens) for e in episodes for row in episode_rows(e))
+    assert sampler.work.prefilled > (whole if episode.context == "conversation" else 0)
+
+
 @pytest.mark.parametrize("context", ["conversation", "window"])
 def test_tiny_episodes(context, tmp_path):
     params = jax.tree.map(
@@ -81,6 +108,7 @@ def test_tiny_episodes(context, tmp_path):
     player = Player(CHAT, prompt, Limits(max_steps=8, max_context=512, max_response=8))
     episodes = play(CONFIG, params, player, (CHAT.end_id,), jobs_for(4, 6, 90, replicas=2))
     assert len({s.response_ids.tobytes() for e in episodes for s in e.steps}) > 3
+    read_again(CONFIG, params, episodes, (CHAT.end_id,), player.limits)
     assert compare(tmp_path, episodes, (CHAT.end_id,), 8) > 20
 
 
@@ -98,6 +126,7 @@ def test_real_episodes(context):
     player = Player(chat, prompt, Limits(max_steps=4, max_context=1024, max_response=16))
     stop_ids = tuple(sorted({*config.eos_token_ids, chat.end_id}))
     episodes = play(config, params, player, stop_ids, jobs_for(4, 90, replicas=2), rows=2)
+    read_again(config, params, episodes, stop_ids, player.limits)
     del params
     gc.collect()
     jax.clear_caches()

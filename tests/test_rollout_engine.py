@@ -192,6 +192,31 @@ def test_twenty_turns_prefill_a_fifth_of_reading_everything_again():
     assert counts["rollout/reused_tokens"] > 0
 
 
+def test_no_rollout_compiles_after_warm_up():
+    """Two contexts, prompts and responses of many lengths, fewer rows than slots."""
+    compiled = []
+    settings = dataclasses.replace(SETTINGS, rows=3, temperature=1.0)
+    sampler = Sampler(weights(), CONFIG, settings, seed=5)
+    limits = dataclasses.replace(LIMITS, max_steps=12, max_context=CAPACITY)
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+    try:
+        sampler.warm_up()
+        assert compiled, "the listener hears nothing"
+        compiled.clear()
+        lengths = set()
+        with Pool(EnvSpec("test_rollout:make"), 2, deadline_s=300) as pool:
+            for context in ("conversation", "window"):
+                player = Player(CHAT, prompt_of(Loose, context, history=9), limits)
+                episodes = player.collect(sampler, pool, jobs_for(2, 4, 90, replicas=4))
+                lengths |= {len(row.tokens) for e in episodes for row in episode_rows(e)}
+        assert len(lengths) > 20
+        assert compiled == []
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
 def test_the_meter_adds_up():
     meter, seen = Meter(), []
     episodes = collect(
