@@ -45,7 +45,7 @@ def main(config: TrainConfig | None = None) -> None:
     for check in checks(config):
         state = "ok" if check.ok else "missing" if check.needed else "absent"
         fix = f" -> {check.fix}" if check.fix and not check.ok else ""
-        print(f"{state:8}{check.name:12}{check.detail}{fix}", flush=True)
+        print(f"{state:8}{check.name:14}{check.detail}{fix}", flush=True)
         if check.needed and not check.ok:
             missing.append(check.name)
     if missing:

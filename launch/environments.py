@@ -102,10 +102,7 @@ def _scienceworld_check(config: EnvConfig) -> None:
     with user_errors("env.python", OSError):
         asked = subprocess.run(command, capture_output=True, text=True)
     if asked.returncode:
-        raise UserError(
-            f"env.name: {one_line(asked.stderr)}; run `make install`, set env.python to an "
-            "interpreter that has the scienceworld extra, or see env.scienceworld.jvm"
-        )
+        raise UserError(f"env.name: {one_line(asked.stderr)}")
 
 
 FAMILIES: Mapping[str, Family] = {

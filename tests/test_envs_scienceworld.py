@@ -93,6 +93,7 @@ def test_the_table_of_tasks_is_the_engines() -> None:
     assert {*known, "easy"} == set(tasks.SIMPLIFICATIONS)
 
 
+@pytest.mark.slow
 def test_the_lean_step_agrees_with_the_stock_wrapper(
     env: ScienceWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -311,5 +311,5 @@ def test_doctor_exits_2_when_something_needed_is_missing(
     found.append(doctor.Check("data", False, "no folder", "make one"))
     assert main(["doctor"]) == 2
     printed = capsys.readouterr()
-    assert "missing data        no folder -> make one" in printed.out
+    assert "missing data          no folder -> make one" in printed.out
     assert printed.err == "error: doctor: missing data; the lines above say the fixes\n"

@@ -187,7 +187,7 @@ def test_what_is_missing_is_told(
     assert jvm.missing([]) == jvm.NO_JAVA
     monkeypatch.setenv("JAVA_HOME", str(pretend.parent))
     assert jvm.missing([]) is None
-    assert "does not start with -Xbad: Bad: -Xbad" in str(jvm.missing(["-Xbad"]))
+    assert "env.scienceworld.jvm = -Xbad: Bad: -Xbad" in str(jvm.missing(["-Xbad"]))
 
 
 def test_a_run_is_refused_where_its_workers_cannot_play(

@@ -59,7 +59,10 @@ def find_java() -> str | None:
 def missing(options: Sequence[str]) -> str | None:
     """What this interpreter lacks to start the engine with these options of java, or None."""
     if importlib.util.find_spec("scienceworld") is None:
-        return f"the package scienceworld is not installed for {sys.executable}"
+        return (
+            f"the package scienceworld is not installed for {sys.executable}; run `make install`, "
+            "or set env.python to an interpreter that has the scienceworld extra"
+        )
     java = find_java()
     if java is None:
         return NO_JAVA
@@ -67,7 +70,7 @@ def missing(options: Sequence[str]) -> str | None:
     if started.returncode == 0:
         return None
     words = " ".join((started.stderr or started.stdout).split())
-    return f"{java} does not start with {' '.join(options)}: {words}"
+    return f"{java} does not start with env.scienceworld.jvm = {' '.join(options)}: {words}"
 
 
 class Jvm:
