@@ -11,7 +11,7 @@ from envs.pool import Pool
 from envs.protocol import Task
 from envs.rollout import Job, Player, Sampler
 from jaxcredit.episodes import Episode
-from launch import assemble, games, progress, runs, statistics
+from launch import assemble, games, progress, runs, sampling, statistics
 from launch.config import TrainConfig
 from launch.errors import UserError, user_errors
 
@@ -114,13 +114,13 @@ def main(config: TrainConfig, policy: Path | None) -> None:
         config = config.model_copy(update={"policy": source})
     if config.engine is not None:
         player = assemble.make_player(config)
-        sampler = assemble.make_engine(player, config, temperature=temperature)
+        sampler = sampling.make_engine(player, config, temperature=temperature)
         games.ensure(config.env)
         title = config.engine.model
     elif policy is not None:
         parts = train.prepare(config).parts
         player = parts.player
-        sampler = assemble.make_sampler(parts, parts.trainable, config, temperature=temperature)
+        sampler = sampling.make_sampler(parts, parts.trainable, config, temperature=temperature)
     else:
         if not (config.run / "config.yaml").exists():
             raise UserError(
@@ -132,7 +132,7 @@ def main(config: TrainConfig, policy: Path | None) -> None:
         if state is None:
             raise UserError(f"run: {config.run} has no checkpoint yet; train first, or --policy")
         player, iteration, folder = setup.parts.player, int(state.iteration), config.run
-        sampler = assemble.make_sampler(
+        sampler = sampling.make_sampler(
             setup.parts, state.trainable, config, temperature=temperature
         )
         title = f"after {iteration} iterations"
@@ -140,7 +140,7 @@ def main(config: TrainConfig, policy: Path | None) -> None:
     with (
         assemble.open_pool(config.env, config.prompt) as pool,
         user_errors("engine", EngineError),
-        assemble.closing(sampler),
+        sampling.closing(sampler),
     ):
         rows = play(player, sampler, pool, config, tasks, iteration=iteration)
     report(rows, title)

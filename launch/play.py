@@ -14,7 +14,7 @@ from envs.protocol import Task
 from envs.rollout import Job, Sampler
 from jaxcredit import batching, credit
 from jaxcredit.episodes import Episode, EpisodeBatch
-from launch import assemble, games
+from launch import assemble, games, sampling
 from launch.config import ROW_MULTIPLE, TrainConfig
 from launch.errors import UserError, user_errors
 from models.score import ScoreConfig, score
@@ -37,20 +37,20 @@ def main(config: TrainConfig, policy: Path | None, task: str | None, out: Path) 
     graph = None
     if config.engine is not None:
         player = assemble.make_player(config)
-        sampler = assemble.make_engine(player, single, temperature=temperature)
+        sampler = sampling.make_engine(player, single, temperature=temperature)
     else:
         parts = assemble.build(config, critic=False)
         layers = assemble.step_graph_layers(config.policy, parts.policy.config.num_hidden_layers)
         graph = functools.partial(draw, parts, layers)
         player = parts.player
-        sampler = assemble.make_sampler(parts, parts.trainable, single, temperature=temperature)
+        sampler = sampling.make_sampler(parts, parts.trainable, single, temperature=temperature)
     games.ensure(config.env)
     chosen = pick(config, task)
     workers = config.env.model_copy(update={"workers": 1})
     with (
         assemble.open_pool(workers, config.prompt) as pool,
         user_errors("engine", EngineError),
-        assemble.closing(sampler),
+        sampling.closing(sampler),
     ):
         (episode,) = player.collect(sampler, pool, [Job(chosen, 0)])
     batch = batching.batch_episodes(

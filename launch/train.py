@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -24,13 +20,13 @@ from jaxcredit.credit import CreditEstimator
 from jaxcredit.episodes import Episode, EpisodeBatch, Signals, Status, as_fields
 from jaxcredit.heads import STEP_HEADS
 from jaxcredit.update import LossConfig, TrainState, make_update
-from launch import assemble, branch, evaluate, games, metrics, placement, progress, runs
+from launch import assemble, branch, evaluate, games, metrics, placement, progress, runs, sampling
 from launch.config import ROW_MULTIPLE, TrainConfig
 from launch.errors import UserError, user_errors
+from launch.export import export
 from launch.judge import judge_of
 from launch.learn import Setup, plain, signals_for, update_policy
 from launch.schedules import learning_rate_schedule
-from models import hf, lora, peft
 from models.score import ScoreConfig, buckets_for, score
 
 
@@ -183,7 +179,7 @@ def collect(
     what the episodes took.
     """
     config, iteration = setup.config, int(state.iteration)
-    sampler = assemble.make_sampler(
+    sampler = sampling.make_sampler(
         setup.parts, state.trainable, config, temperature=config.rollout.temperature
     )
     jobs = assemble.training_jobs(
@@ -371,7 +367,7 @@ def _evaluate(
     iteration = int(state.iteration)
     rows = [row for row in runs.read_rows(run.evaluations) if row["iteration"] == iteration]
     if not rows:
-        sampler = assemble.make_sampler(
+        sampler = sampling.make_sampler(
             setup.parts,
             state.trainable,
             setup.config,
@@ -411,32 +407,3 @@ def _finish(setup: Setup, state: TrainState, run: runs.Run) -> None:
     )
     export(setup, state, run.folder / "policy")
     print(f"digest: {checkpoint.digest(state.trainable)}", flush=True)
-
-
-def export(setup: Setup, state: TrainState, folder: Path) -> None:
-    """Writes the policy (adapters merged) and its tokenizer in Hugging Face's layout.
-
-    Adapters are also written alone, in PEFT's layout, to ``adapters`` beside ``folder``.
-    """
-    parts, source = setup.parts, setup.config.policy
-    # Merged in float32: an adapter's change may be smaller than the base's rounding.
-    exact = dataclasses.replace(parts.policy, dtype="float32")
-    weights, adapters = exact.weights(state.trainable, parts.frozen)
-    if adapters is not None:
-        weights = lora.merge(weights, adapters)
-        with _replacing(folder.with_name("adapters")) as partial:
-            base = None if source.path is None else str(source.path)
-            peft.save_adapters(partial, parts.policy.config, adapters, base=base)
-    with _replacing(folder) as partial:
-        hf.save_policy(partial, parts.policy.config, weights, jnp.float32)
-        parts.chat.tokenizer.save_pretrained(partial)
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """A new folder that takes ``folder``'s place when it is complete."""
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    yield partial
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)

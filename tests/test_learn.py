@@ -16,7 +16,7 @@ from jaxcredit import checkpoint, credit
 from jaxcredit.batching import batch_episodes
 from jaxcredit.episodes import Credit, Signals
 from jaxcredit.update import TrainState, Update
-from launch import assemble, games, learn, train
+from launch import assemble, games, learn, sampling, train
 from launch.config import TrainConfig
 from launch.errors import UserError
 from launch.learn import Setup, signals_for, update_policy
@@ -250,7 +250,7 @@ def test_the_sampler_reads_the_trainers_arrays_where_they_lie_alike(sizes) -> No
         stop_ids=(1,),
     )
     config = config_of(rollout={"slots": 5, "decode_rows": 3})
-    sampler = assemble.make_sampler(parts, trained, config, temperature=1.0)
+    sampler = sampling.make_sampler(parts, trained, config, temperature=1.0)
     assert sampler.slots == (6 if sizes == (2, 2, 1) else 5)  # as many on every replica
     assert sampler.settings.decode_rows == (2 if sizes == (2, 2, 1) else 3)
     shared = [a == b for a, b in zip(*map(buffers, (sampler.params, trained)), strict=True)]

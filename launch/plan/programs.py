@@ -22,7 +22,7 @@ from envs.stops import stop_states
 from jaxcredit import batching
 from jaxcredit.episodes import Episode, Status, Step
 from jaxcredit.update import MicroBatch, TrainState
-from launch import assemble, learn, train
+from launch import assemble, learn, sampling, train
 from launch.assemble import Parts
 from launch.config import TrainConfig
 from launch.errors import UserError, user_errors
@@ -244,10 +244,10 @@ def _rollout(
 ) -> Iterator[Program]:
     config, parts = setup.config, setup.parts
     sizes, mesh = parts.policy.config, parts.policy.mesh
-    settings = assemble.sampler_settings(config, mesh, parts.stop_ids, config.rollout.temperature)
+    settings = sampling.sampler_settings(config, mesh, parts.stop_ids, config.rollout.temperature)
     among, capacity = samplers.replicas(mesh), settings.spans[-1]
     weights, adapters = jax.eval_shape(parts.policy.weights, state.trainable, parts.frozen)
-    dtype, own_dtype = assemble.cache_dtype(config), weights["embed"].dtype
+    dtype, own_dtype = sampling.cache_dtype(config), weights["embed"].dtype
     cache = jax.eval_shape(lambda: samplers.empty_cache(sizes, settings, dtype, own_dtype, mesh))
 
     def shapes(tree: Any, places: Any) -> Any:
@@ -261,7 +261,7 @@ def _rollout(
             shapes(tree, jax.tree.map(lambda _: one, tree)) for tree in (weights, adapters, cache)
         )
     else:
-        places, adapter_places = assemble.sampler_places(parts)
+        places, adapter_places = sampling.sampler_places(parts)
         weights = shapes(weights, places)
         if adapters is not None:
             adapters = dataclasses.replace(
