@@ -81,7 +81,8 @@ def environment(workplace, devices=1):
     # Collectives of simulated devices wait for each other forever unless they keep one order.
     flags = (
         f"--xla_force_host_platform_device_count={devices} "
-        "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+        "--xla_cpu_enable_concurrency_optimized_scheduler=false "
+        "--xla_backend_optimization_level=0"  # compiling takes longer than running here
     )
     return {**os.environ, "XLA_FLAGS": flags, "JAX_COMPILATION_CACHE_DIR": str(workplace / "xla")}
 

@@ -21,6 +21,7 @@ from envs.alfworld.tasks import KINDS, game_path, list_tasks
 from envs.household import solve
 from envs.household.generate import _draw_all, generate
 from envs.household.problem import STATIONS
+from envs.protocol import task_list_hash
 
 # The stock engine, untouched, in a process of its own: replays actions, prints what it says.
 STOCK = """

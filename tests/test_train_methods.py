@@ -14,13 +14,9 @@ from small_run import ROOT, digest, environment, train
 # Name -> the losses of the step heads that it trains.
 METHODS = {
     "ppo": (),
-    "gigpo": (),
     "attnsr": (),
-    "attnsr_grpo": (),
-    "linear": (),
     "procredit": (),
     "relace": (),
-    "poad": (),
     "archer": ("q_value_loss", "v_value_loss"),
     "rudder": ("predicted_return_loss",),
     "spa_rl": ("predicted_progress_loss",),
