@@ -15,7 +15,7 @@ help:  ## Show what each target does
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info < (3, 14); sys.exit(None if ok else "error: Python 3.11, 3.12 or 3.13 is needed, found %d.%d; choose one with make PYTHON=python3.11" % sys.version_info[:2])'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
@@ -41,7 +41,7 @@ slow: $(STAMP)  ## Run the slow tests
 PARITY := $(VENV)-parity
 $(PARITY)/.installed: $(STAMP)
 	test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
-	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
 	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<3" "peft>=0.17,<1"
 	touch $@
 
