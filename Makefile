@@ -43,6 +43,7 @@ $(PARITY)/.installed: $(STAMP)
 	test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
 	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
 	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<3" "peft>=0.17,<1"
+	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
 parity: $(PARITY)/.installed  ## Compare live with the PyTorch reference (installs torch); JAXCREDIT_QWEN=FOLDER adds real weights

@@ -9,7 +9,8 @@ lengths are drawn from the seed, in environments that answer at once or after 5 
 ``household`` plays real games. Sides: ``engine``; ``lockstep``, the same sampler, but every turn
 reads the whole conversation again, all episodes of a batch wait for the slowest environment, and
 the next batch begins when the last episode has ended; ``transformers``, the same loop around
-``generate`` on a batch padded on the left. All sides play the same episodes with the same number
+``generate`` on a batch padded on the left. Shapes are each side's own: long rows are read best in
+wide calls, a turn's few tokens in narrow ones. All sides play the same episodes with the same number
 of slots, one after the other in this process; every side plays a few of them first, untimed.
 """
 
@@ -290,7 +291,9 @@ def measure(
     if side == "engine":
         sampler = Sampler(params, config, scenario.settings, dtype=dtype)
     elif side == "lockstep":
-        whole = dataclasses.replace(scenario.settings, share=False, rows=None)
+        whole = dataclasses.replace(
+            scenario.settings, share=False, rows=None, prefill=options.whole_prefill
+        )
         sampler = Sampler(params, config, whole, dtype=dtype)
         generate = again(sampler)
     else:
@@ -345,9 +348,12 @@ def main() -> None:
     parser.add_argument("--observation", type=int, nargs=2, default=[6, 24], help="tokens")
     parser.add_argument("--response", type=int, nargs=2, default=[4, 12], help="tokens")
     parser.add_argument("--latency", type=float, nargs=2, default=[0.005, 0.2], help="seconds")
-    parser.add_argument("--rows", type=int, help="of a decode block; default: all slots")
+    parser.add_argument("--rows", type=int, default=8, help="of the engine's decode block")
     parser.add_argument("--block", type=int, default=4, help="tokens of a decode block")
-    parser.add_argument("--prefill", type=int, default=128, help="tokens of a prefill call")
+    parser.add_argument("--prefill", type=int, default=32, help="tokens of the engine's prefill")
+    parser.add_argument(
+        "--whole-prefill", type=int, default=128, help="tokens of lock-step's prefill calls"
+    )
     parser.add_argument("--cache-dtype", default="float32")
     parser.add_argument("--data", type=Path, default=Path("data/household"), help="games")
     parser.add_argument("--workers", type=int, default=2)

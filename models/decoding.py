@@ -3,9 +3,9 @@
 The cache holds one row per slot. Both programs gather the rows that take part, work on a batch of
 fixed shape and scatter back, so the slots of a call may be any; rows of padding name no slot.
 
-A row's floats depend on the row alone, not on its company, its slot or the static ``span``: shapes
-are fixed, masked keys weigh exactly zero, and a prompt's keys do not depend on how it was cut into
-chunks. On CPU this holds bit for bit (tested), elsewhere up to rounding.
+Up to rounding, a row's floats depend on the row alone: shapes are fixed and masked keys weigh
+exactly zero, whatever its company, its slot, the static ``span`` and the cut of its prompt into
+chunks. How much rounding is left is the backend's matter: none on some CPUs, 1e-6 on others.
 
 Letters: S slots, R rows of a call, P prefill width, n decode block, C capacity, G key-value heads,
 h head size, D width, V vocabulary, A states of the stop automaton.

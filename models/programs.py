@@ -38,8 +38,7 @@ class SamplerConfig:
       rows: slots that one decode block works on; None is all.
       block: decode steps per device call.
       prefill: tokens of a prefill call, padding included, a power of two: many short chunks or
-        one long one. So all calls multiply matrices of one shape, and a row's bits do not depend
-        on how it was cut.
+        one long one. So all calls multiply matrices of one shape, however a row is cut.
       temperature: 0 is greedy; log-probabilities are then taken at temperature 1.
       top_p, top_k: filters (1.0 and 0 switch them off). Log-probabilities are those of the
         filtered distribution, the one that was sampled from.
