@@ -10,8 +10,8 @@ lengths are drawn from the seed, in environments that answer at once or after 5 
 reads the whole conversation again, all episodes of a batch wait for the slowest environment, and
 the next batch begins when the last episode has ended; ``transformers``, the same loop around
 ``generate`` on a batch padded on the left. Shapes are each side's own: long rows are read best in
-wide calls, a turn's few tokens in narrow ones. All sides play the same episodes with the same number
-of slots, one after the other in this process; every side plays a few of them first, untimed.
+wide calls, a turn's few tokens in narrow ones. All sides play the same episodes with the same
+number of slots, one after the other in this process; every side plays a few of them first, untimed.
 """
 
 from __future__ import annotations
