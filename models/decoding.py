@@ -7,6 +7,10 @@ Up to rounding, a row's floats depend on the row alone: shapes are fixed and mas
 exactly zero, whatever its company, its slot, the static ``span`` and the cut of its prompt into
 chunks. How much rounding is left is the backend's matter: none on some CPUs, 1e-6 on others.
 
+``params["layers"]`` is a tuple here, one tree per layer, and so are adapters (a tuple of None
+without any). Of a stacked array a program would copy every layer's part, at each call, before it
+can multiply with it, which costs as much as a decode step.
+
 Letters: S slots, R rows of a call, P prefill width, n decode block, C capacity, G key-value heads,
 h head size, D width, V vocabulary, A states of the stop automaton.
 """
@@ -61,11 +65,6 @@ def empty_cache(
         values=tuple(jnp.zeros(shape, dtype) for _ in layers),
         hidden=jnp.zeros((slots, config.hidden_size), hidden_dtype),
     )
-
-
-def _layer(tree: Any, index: int) -> Any:
-    """One layer of stacked weights (of none, nothing)."""
-    return None if tree is None else jax.tree.map(lambda x: x[index], tree)
 
 
 def _mixed(params: Any, config: QwenConfig, layer: Any, low: Any, x: Array, out: Array) -> Array:
@@ -136,7 +135,7 @@ def prefill(
     x = qwen.embed(params, tokens)
     keys, values = list(cache.keys), list(cache.values)
     for i in range(config.num_hidden_layers):
-        layer, low = _layer(params["layers"], i), _layer(adapters, i)
+        layer, low = params["layers"][i], adapters[i]
         normed = qwen.rms_norm(x, layer["input_norm"], config.rms_norm_eps)
         q, k, v = qwen.project_qkv(layer, config, normed, position, low)
         row_keys, row_values = (
@@ -232,8 +231,7 @@ def decode(
     New keys and values stay in a small buffer during the block and enter the cache once.
     """
     (slots, groups, capacity, _), n_rows = cache.keys[0].shape, rows.shape[0]
-    layers = [_layer(params["layers"], i) for i in range(config.num_hidden_layers)]
-    lows = [_layer(adapters, i) for i in range(config.num_hidden_layers)]
+    layers, lows = params["layers"], adapters
     shape = (n_rows, groups, block, config.head_dim)
     dtype = cache.keys[0].dtype
     in_cache = (jnp.arange(span)[None] < length[:, None])[:, None, None]

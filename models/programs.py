@@ -95,6 +95,35 @@ def empty_cache(
     return decoding.empty_cache(config, slots, settings.spans[-1], dtype, hidden_dtype)
 
 
+def by_layer(params: Any, adapters: Any, config: QwenConfig) -> tuple[Any, Any]:
+    """Weights and adapters (or None) as the programs read them: a tuple of layers, none stacked.
+
+    The layers are copied, each to where its part of the stack lies; other weights are shared. Of
+    shapes (``jax.ShapeDtypeStruct`` with a sharding) it gives shapes.
+    """
+    layers = range(config.num_hidden_layers)
+    split = {**params, "layers": tuple(_layer(params["layers"], i) for i in layers)}
+    return split, tuple(None if adapters is None else _layer(adapters, i) for i in layers)
+
+
+def _layer(tree: Any, index: int) -> Any:
+    def part(x: Any) -> Any:
+        place = x.sharding
+        if isinstance(place, NamedSharding):
+            place = NamedSharding(place.mesh, P(*place.spec[1:]))
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=place)
+        layer = _part(x, index)  # on one device placed already, and not to be pinned there
+        return jax.device_put(layer, place) if isinstance(place, NamedSharding) else layer
+
+    return jax.tree.map(part, tree)
+
+
+@jax.jit
+def _part(x: jax.Array, index: int) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+
+
 def cache_shardings(config: QwenConfig, mesh: Mesh | None) -> Any:
     """Slots over ``data``; key-value heads over ``tensor`` if it divides them. None without."""
     if mesh is None:

@@ -72,7 +72,7 @@ class Sampler:
     """Host-side handle of the cache; see the module docstring.
 
     Args:
-      params: the policy's parameters (not copied).
+      params: the policy's parameters (copied are the layers, see ``programs.by_layer``).
       config: the architecture.
       settings: shapes of a replica, and sampling settings.
       adapters: LoRA adapters' stacked weights, or None.
@@ -94,7 +94,7 @@ class Sampler:
         stop_table: np.ndarray | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        self.params, self.adapters = params, adapters
+        self.params, self.adapters = programs.by_layer(params, adapters, config)
         self.config, self.settings, self.seed = config, settings, seed
         self.replicas, self.work = programs.replicas(mesh), Work()
         self.slots = self.replicas * settings.slots

@@ -234,7 +234,7 @@ def buffers(tree) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("sizes", [None, (1, 2, 1), (2, 2, 1)])
-def test_the_sampler_reads_the_trainers_arrays_where_they_lie_alike(sizes) -> None:
+def test_the_sampler_copies_layers_and_what_is_spread_over_replicas_alone(sizes) -> None:
     mesh = None if sizes is None else make_mesh(*sizes)
     specs = {"params": param_specs(TINY)}
     trained = {"params": init_params(TINY, jax.random.key(0))}
@@ -253,11 +253,18 @@ def test_the_sampler_reads_the_trainers_arrays_where_they_lie_alike(sizes) -> No
     sampler = sampling.make_sampler(parts, trained, config, temperature=1.0)
     assert sampler.slots == (6 if sizes == (2, 2, 1) else 5)  # as many on every replica
     assert sampler.settings.decode_rows == (2 if sizes == (2, 2, 1) else 3)
-    shared = [a == b for a, b in zip(*map(buffers, (sampler.params, trained)), strict=True)]
+    weights = trained["params"]
+    outside = [name for name in weights if name != "layers"]
     replicas = 1 if mesh is None else mesh.shape["data"]
-    spread = [replicas > 1 and "data" in leaf.sharding.spec for leaf in jax.tree.leaves(trained)]
-    assert shared == [not x for x in spread], "what is spread over replicas is put together"
-    assert any(shared)
+    for name in outside:
+        shared = buffers(sampler.params[name]) == buffers(weights[name])
+        spread = replicas > 1 and "data" in weights[name].sharding.spec
+        assert shared == (not spread), "what is spread over replicas is put together"
+    for name, stack in weights["layers"].items():
+        for i, layer in enumerate(sampler.params["layers"]):
+            np.testing.assert_array_equal(layer[name], stack[i])
+            if mesh is not None:
+                assert "data" not in layer[name].sharding.spec
 
 
 # ---------------------------------------------------------------------- preparation

@@ -268,10 +268,12 @@ def _rollout(
                 adapters, weights=shapes(adapters.weights, adapter_places)
             )
         cache = shapes(cache, samplers.cache_shardings(sizes, mesh))
+    weights, adapters = samplers.by_layer(weights, adapters, sizes)
     own = bytes_per_device((weights, adapters))
-    if mesh is None or mesh.size == 1:  # what has the right type already is not copied
-        same = state.trainable if parts.frozen is None else parts.frozen
-        own -= bytes_per_device(same) if same["params"]["embed"].dtype == own_dtype else 0
+    if mesh is None or mesh.size == 1:  # outside the layers, what has the right type is not copied
+        same = (state.trainable if parts.frozen is None else parts.frozen)["params"]
+        outside = {name: part for name, part in same.items() if name != "layers"}
+        own -= bytes_per_device(outside) if same["embed"].dtype == own_dtype else 0
     live = {**always, "sampler's weights": max(own, 0.0), "cache": bytes_per_device(cache)}
     prefill, decode = samplers.jitted(sizes, settings, mesh)
     held, span = (weights, adapters, cache), {"span": capacity}
