@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -47,8 +46,8 @@ def cache_dtype(config: TrainConfig) -> Any:
     return jnp.dtype(config.rollout.cache_dtype or config.policy.dtype)
 
 
-def sampler_places(parts: Parts) -> tuple[Any, Any]:
-    """Shardings of the sampler's weights and of its adapters (None without any) on the mesh."""
+def sampler_places(parts: Parts, adapters: Any) -> tuple[Any, Any]:
+    """Shardings of the sampler's weights and of these adapters (None without any) on the mesh."""
     assert parts.policy.mesh is not None
     to = functools.partial(
         sharding.tree_shardings,
@@ -56,8 +55,9 @@ def sampler_places(parts: Parts) -> tuple[Any, Any]:
         mesh=parts.policy.mesh,
         rules=sharding.SAMPLER_RULES,
     )
-    adapters = parts.specs.get("adapters")
-    return to(params.param_specs(parts.policy.config)), None if adapters is None else to(adapters)
+    if adapters is not None:
+        adapters = dataclasses.replace(adapters, weights=to(parts.specs["adapters"]))
+    return to(params.param_specs(parts.policy.config)), adapters
 
 
 def make_sampler(
@@ -66,12 +66,6 @@ def make_sampler(
     """A sampler that holds the given weights."""
     weights, adapters = parts.policy.weights(trainable, parts.frozen)
     sizes, mesh = parts.policy.config, parts.policy.mesh
-    if mesh is not None:  # between devices; a weight that already lies so is not copied
-        places, adapter_places = sampler_places(parts)
-        weights = jax.device_put(weights, places)
-        if adapters is not None:
-            placed = jax.device_put(adapters.weights, adapter_places)
-            adapters = dataclasses.replace(adapters, weights=placed)
     settings = sampler_settings(config, mesh, parts.stop_ids, temperature)
     return Sampler(
         weights,
@@ -82,6 +76,7 @@ def make_sampler(
         dtype=cache_dtype(config),
         stop_table=parts.stop_table,
         mesh=mesh,
+        places=None if mesh is None else sampler_places(parts, adapters),
     )
 
 

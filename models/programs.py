@@ -95,28 +95,41 @@ def empty_cache(
     return decoding.empty_cache(config, slots, settings.spans[-1], dtype, hidden_dtype)
 
 
-def by_layer(params: Any, adapters: Any, config: QwenConfig) -> tuple[Any, Any]:
+def by_layer(params: Any, adapters: Any, config: QwenConfig, places: Any = None) -> tuple[Any, Any]:
     """Weights and adapters (or None) as the programs read them: a tuple of layers, none stacked.
 
-    The layers are copied, each to where its part of the stack lies; other weights are shared. Of
-    shapes (``jax.ShapeDtypeStruct`` with a sharding) it gives shapes.
+    ``places`` has the shardings of both as they are given, stacked; None leaves everything where it
+    lies. The layers are copied, and put in place one by one, so that no stack is put together
+    beside them; another weight is copied only if its place is another one. Of shapes
+    (``jax.ShapeDtypeStruct``) it gives shapes.
     """
+    if places is None:
+        places = jax.tree.map(lambda x: x.sharding, (params, adapters))
+    to, adapters_to = places
     layers = range(config.num_hidden_layers)
-    split = {**params, "layers": tuple(_layer(params["layers"], i) for i in layers)}
-    return split, tuple(None if adapters is None else _layer(adapters, i) for i in layers)
+    outside = {name: x for name, x in params.items() if name != "layers"}
+    split = {name: jax.tree.map(_put, x, to[name]) for name, x in outside.items()}
+    split["layers"] = tuple(_layer(params["layers"], to["layers"], i) for i in layers)
+    return split, tuple(
+        None if adapters is None else _layer(adapters, adapters_to, i) for i in layers
+    )
 
 
-def _layer(tree: Any, index: int) -> Any:
-    def part(x: Any) -> Any:
-        place = x.sharding
+def _layer(tree: Any, places: Any, index: int) -> Any:
+    def part(x: Any, place: Any) -> Any:
         if isinstance(place, NamedSharding):
             place = NamedSharding(place.mesh, P(*place.spec[1:]))
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=place)
-        layer = _part(x, index)  # on one device placed already, and not to be pinned there
-        return jax.device_put(layer, place) if isinstance(place, NamedSharding) else layer
+        shape_only = isinstance(x, jax.ShapeDtypeStruct)
+        return _put(jax.eval_shape(_part, x, 0) if shape_only else _part(x, index), place)
 
-    return jax.tree.map(part, tree)
+    return jax.tree.map(part, tree, places)
+
+
+def _put(x: Any, place: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    # On one device it lies there already, and is not to be pinned there.
+    return jax.device_put(x, place) if isinstance(place, NamedSharding) else x
 
 
 @jax.jit

@@ -72,7 +72,7 @@ class Sampler:
     """Host-side handle of the cache; see the module docstring.
 
     Args:
-      params: the policy's parameters (copied are the layers, see ``programs.by_layer``).
+      params: the policy's parameters; the layers are copied (``programs.by_layer``).
       config: the architecture.
       settings: shapes of a replica, and sampling settings.
       adapters: LoRA adapters' stacked weights, or None.
@@ -80,6 +80,7 @@ class Sampler:
       dtype: of the cached keys and values; None is that of the weights.
       stop_table: automaton of the stop strings, [A, V] (see ``decoding.decode``), or None.
       mesh: the devices that weights and cache are spread over; None: a single one.
+      places: shardings of params and adapters to sample with; None: where they lie.
     """
 
     def __init__(
@@ -93,8 +94,9 @@ class Sampler:
         dtype: Any = None,
         stop_table: np.ndarray | None = None,
         mesh: Mesh | None = None,
+        places: Any = None,
     ) -> None:
-        self.params, self.adapters = programs.by_layer(params, adapters, config)
+        self.params, self.adapters = programs.by_layer(params, adapters, config, places)
         self.config, self.settings, self.seed = config, settings, seed
         self.replicas, self.work = programs.replicas(mesh), Work()
         self.slots = self.replicas * settings.slots

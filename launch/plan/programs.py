@@ -250,25 +250,16 @@ def _rollout(
     dtype, own_dtype = sampling.cache_dtype(config), weights["embed"].dtype
     cache = jax.eval_shape(lambda: samplers.empty_cache(sizes, settings, dtype, own_dtype, mesh))
 
-    def shapes(tree: Any, places: Any) -> Any:
-        return jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places
-        )
-
     if mesh is None:
         one = SingleDeviceSharding(device)
-        weights, adapters, cache = (
-            shapes(tree, jax.tree.map(lambda _: one, tree)) for tree in (weights, adapters, cache)
-        )
+        places, cache_places = jax.tree.map(lambda _: one, ((weights, adapters), cache))
     else:
-        places, adapter_places = sampling.sampler_places(parts)
-        weights = shapes(weights, places)
-        if adapters is not None:
-            adapters = dataclasses.replace(
-                adapters, weights=shapes(adapters.weights, adapter_places)
-            )
-        cache = shapes(cache, samplers.cache_shardings(sizes, mesh))
-    weights, adapters = samplers.by_layer(weights, adapters, sizes)
+        places = sampling.sampler_places(parts, adapters)
+        cache_places = samplers.cache_shardings(sizes, mesh)
+    weights, adapters = samplers.by_layer(weights, adapters, sizes, places)
+    cache = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), cache, cache_places
+    )
     own = bytes_per_device((weights, adapters))
     if mesh is None or mesh.size == 1:  # outside the layers, what has the right type is not copied
         same = (state.trainable if parts.frozen is None else parts.frozen)["params"]
